@@ -1,0 +1,92 @@
+"""KVFormat: how K or V of one head range is stored. All that a store must allocate and a kernel must specialise on.
+
+Lives beside the kernels because they specialise on it and never import qkv; `qkv.layout` re-exports it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+ScaleKind = Literal["none", "tensor", "head", "channel", "token", "token_group", "block_channel"]
+STATIC_SCALES = ("tensor", "head", "channel")  # parameters of the quantizer, not of the pool
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """An affine storage format: value = (code - zero) * scale, or the raw value where scale is "none" and bits >= 16.
+
+    bits: payload bits per element; 4, 3 and 2 bits are packed into uint8 rows (low nibble = first half of D).
+    storage: dtype of the codes.
+    scale: who shares one scale. "tensor", "head" [H] and "channel" [H, D] are static (per layer, not in the pool);
+        "token" [N, H, B], "token_group" [N, H, B, D/group] and "block_channel" [N, H, D] are planes of the pool.
+    scale_dtype: dtype of stored scales (and float zeros). Encoding divides by the scale as stored.
+    zero: "none" (symmetric), "code" (zero point as an integer code), "float" (value = code * scale + zero).
+    group: channels sharing one scale, for "token_group".
+    unit: the smallest piece that is encoded, once, never again.
+    tail_blocks: most recent whole blocks kept raw besides the open one (block unit).
+    rotate: block-diagonal Hadamard over the largest power of two dividing D, before encoding.
+
+    Raises ValueError for combinations that make no sense.
+    """
+
+    bits: Literal[32, 16, 8, 4, 3, 2]
+    storage: torch.dtype
+    scale: ScaleKind = "none"
+    scale_dtype: torch.dtype = torch.float16
+    zero: Literal["none", "code", "float"] = "none"
+    group: int | None = None
+    unit: Literal["token", "block"] = "token"
+    tail_blocks: int = 0
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.group is not None) != (self.scale == "token_group"):
+            raise ValueError(f"group={self.group} goes with scale='token_group' only, not with '{self.scale}'")
+        if (self.unit == "block") != (self.scale == "block_channel"):
+            raise ValueError(f"unit='{self.unit}' does not go with scale='{self.scale}'")
+        if self.rotate and self.scale == "channel":
+            raise ValueError("rotation mixes channels, so static per-channel scales do not fit a rotated format")
+        if self.bits >= 16 and (self.scale != "none" or self.zero != "none"):
+            raise ValueError(f"a {self.bits}-bit format is stored raw: scale and zero must be 'none'")
+
+    @property
+    def raw(self) -> bool:
+        """Stored as it comes, without codes and scales."""
+        return self.bits >= 16
+
+    def packed_dim(self, D: int) -> int:
+        """Elements of `storage` per row of D channels (Dp)."""
+        if self.bits >= 8:
+            return D
+        return math.ceil(D * self.bits / 8)
+
+    def scale_shape(self, N: int, H: int, B: int, D: int) -> tuple[int, ...] | None:
+        """Shape of the scale plane in the pool, or None where scales are static or absent."""
+        match self.scale:
+            case "token":
+                return (N, H, B)
+            case "token_group":
+                assert self.group is not None
+                return (N, H, B, D // self.group)
+            case "block_channel":
+                return (N, H, D)
+        return None
+
+    def bytes_per_block(self, B: int, H: int, D: int) -> int:
+        """Bytes one block takes in the pool: codes + scales + zeros of B tokens and H heads."""
+        codes = B * H * self.packed_dim(D) * self.storage.itemsize
+        shape = self.scale_shape(1, H, B, D)
+        planes = (1 + (self.zero != "none")) if shape else 0
+        return codes + planes * (math.prod(shape) if shape else 0) * self.scale_dtype.itemsize
+
+    def effective_bits(self, B: int, D: int) -> float:
+        """Marginal bits per element of a full block, scales and zeros included."""
+        return 8 * self.bytes_per_block(B, 1, D) / (B * D)
+
+    def fingerprint(self) -> str:
+        """Identity of the byte layout: two pools may exchange blocks only if these agree."""
+        return (
+            f"{self.bits}:{self.storage}:{self.scale}:{self.scale_dtype}:{self.zero}:{self.group}:{self.unit}:{self.tail_blocks}:{self.rotate}"
+        )

@@ -1,0 +1,127 @@
+"""What an attention backend must do, and the step context through which a forward reaches it.
+
+Takes: Q and post-RoPE K and V of one layer. Gives: attention output, read from the pool after storing K and V.
+Does not know about: requests, scheduling, transformers.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+
+from qkv.layout import AttentionMetadata, HeadFormat, KVFormat, LayerShape
+from qkv.registry import Registry
+
+if TYPE_CHECKING:
+    from qkv.cache.store import KVStore
+    from qkv.policies.quantizer.base import Quantizer
+
+Reads = Literal["cache", "raw"]
+Observer = Callable[[int, torch.Tensor, torch.Tensor], None]  # (layer index, k [T, H, Dk], v [T, H, Dv]) of real tokens
+
+
+@dataclass
+class AttentionBackend(ABC):
+    """Stores K and V of a call, once, and attends from the pool. Never two operations in the model graph."""
+
+    name: ClassVar[str]
+    fused: ClassVar[bool]  # False: the reference; needs attention.allow_reference where a fused backend was asked for
+
+    @abstractmethod
+    def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:
+        """None if this backend runs the formats on this layer, else the reason, as shown to the user."""
+
+    @abstractmethod
+    def bind(self, store: "KVStore", quantizer: "Quantizer", layers: list[LayerShape], reads: Reads, deterministic: bool) -> None:
+        """Called once, after the pool is allocated."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        meta: AttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Encode and store K, V, then attend.
+
+        q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv] in the compute dtype; sinks [Hq] or None. Returns [T, Hq, Dv] in q's
+        dtype, zeros for padding rows. Softmax scale, window and softcap come with the bound LayerShape.
+        """
+
+
+BACKENDS: Registry[AttentionBackend] = Registry("attention backend", AttentionBackend, "qkv.attention")
+
+
+def choose_backend(
+    name: str,
+    formats: list[list[HeadFormat]],
+    layers: list[LayerShape],
+    B: int,
+    device: torch.device,
+    allow_reference: bool,
+) -> tuple[AttentionBackend, str]:
+    """The backend called `name`, or for "auto" the first fused one that runs every layer, else the reference.
+
+    Returns it with the reason for the choice (goes into every record). Raises ConfigError when the named backend does
+    not run these formats, or when only the reference would and `allow_reference` is false.
+    """
+    from qkv.errors import ConfigError
+
+    def refusal(backend: AttentionBackend) -> str | None:
+        for layer, ranges in zip(layers, formats, strict=True):
+            for r in ranges:
+                reason = backend.supports(r.k, r.v, layer, B, device)
+                if reason:
+                    return f"layer {layer.index}: {reason}"
+        return None
+
+    if name != "auto":
+        backend = BACKENDS.build(name)
+        reason = refusal(backend)
+        if reason:
+            raise ConfigError(f"attention.backend={name} cannot run this configuration: {reason}. Try attention.backend=auto")
+        return backend, f"{name}: asked for"
+    reasons = []
+    for candidate in sorted(BACKENDS.names(), key=lambda n: (not BACKENDS.get(n).fused, n)):
+        backend = BACKENDS.build(candidate)
+        reason = refusal(backend)
+        if reason is None and (backend.fused or allow_reference):
+            why = f"{candidate}: auto" + (f" ({'; '.join(reasons)})" if reasons else "")
+            return backend, why
+        reasons.append(f"{candidate}: {reason or 'attention.allow_reference is false'}")
+    raise ConfigError("no attention backend runs this configuration: " + "; ".join(reasons))
+
+
+@dataclass
+class StepContext:
+    """What one forward of one engine needs besides its tensors. Set by the runner around the model call."""
+
+    backend: AttentionBackend
+    meta: AttentionMetadata
+    observer: Observer | None = None
+    calls: int = field(default=0)  # attention layers served; the runner checks it against the model's layer count
+
+
+_active = threading.local()
+
+
+@contextmanager
+def step_context(context: "StepContext | object") -> Iterator[None]:
+    """Make `context` the one that attention calls of this thread reach. Restores the previous one, also on errors."""
+    previous = getattr(_active, "context", None)
+    _active.context = context
+    try:
+        yield
+    finally:
+        _active.context = previous
+
+
+def current_context() -> object | None:
+    return getattr(_active, "context", None)

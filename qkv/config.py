@@ -1,0 +1,107 @@
+"""Settings as small dataclasses; they are also the schemas that experiments validate YAML against.
+
+Does not know about: Hydra, omegaconf, how settings are used.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qkv.validate import parse_bytes, require
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Where a model comes from.
+
+    name: smollm2 | gemma3 (GGUF in an installed package), hub (needs id), path (needs path), gguf (needs path), a named
+        shape with random weights (llama2-7b, llama3-8b, qwen2.5-7b, mistral-7b, each also with -tiny), or directly a
+        hub id or a local path.
+    id: hub id, e.g. HuggingFaceTB/SmolLM2-135M-Instruct. path: local folder or .gguf file.
+    seed: of random weights.
+    """
+
+    name: str = "smollm2"
+    id: str | None = None
+    path: str | None = None
+    dtype: Dtype = "float32"
+    device: str = "cpu"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The pool. Exactly one of num_blocks, memory_bytes, memory_utilization decides its size; with none of them it is
+    sized for max_num_seqs sequences of the model's length, within memory_utilization's default.
+
+    memory_bytes, host_memory_bytes: bytes, or text like 2GiB. host_memory_bytes 0 means no swap.
+    memory_utilization: share of the device's memory (of free memory on CPU) the pool may take.
+    prefix_hash: xxh3_128 (fast; tokens are verified on a hit) or sha256.
+    poison: fill free pages with NaN (tests).
+    """
+
+    num_blocks: int | None = None
+    memory_bytes: int | str | None = None
+    memory_utilization: float | None = None
+    host_memory_bytes: int | str = "1GiB"
+    enable_prefix_caching: bool = True
+    prefix_hash: Literal["xxh3_128", "sha256"] = "xxh3_128"
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        given = [n for n in ("num_blocks", "memory_bytes", "memory_utilization") if getattr(self, n) is not None]
+        require(len(given) <= 1, "cache", given, "given by at most one of num_blocks, memory_bytes, memory_utilization")
+        require(self.num_blocks is None or self.num_blocks >= 2, "num_blocks", self.num_blocks, "at least 2 (one is the null block)")
+        u = self.memory_utilization
+        require(u is None or 0 < u <= 1, "memory_utilization", u, "above 0 and at most 1")
+        parse_bytes(self.memory_bytes, "memory_bytes")
+        parse_bytes(self.host_memory_bytes, "host_memory_bytes")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How steps are put together.
+
+    max_num_seqs: running requests at most. max_num_batched_tokens: tokens per forward at most (decodes + prefill chunks).
+    max_num_scored_tokens: prefill tokens per forward when they need logits (score), since those take vocabulary x 4 bytes.
+    max_model_len: tokens per request at most; None means the model's limit.
+    watermark: share of the pool kept free when admitting; never holds back the only request.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_num_scored_tokens: int = 512
+    max_model_len: int | None = None
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")
+        require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"at least max_num_seqs ({self.max_num_seqs}), so that every running request advances each step",
+        )
+        require(self.max_num_scored_tokens >= 1, "max_num_scored_tokens", self.max_num_scored_tokens, "at least 1")
+        require(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2")
+        require(0 <= self.watermark < 1, "watermark", self.watermark, "at least 0 and below 1")
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """backend: auto, or a backend by name. reads: cache (attention reads what is stored) or raw (tokens of the current
+    call are read unquantized: what much research code does; for comparison, and logged). allow_reference: whether auto
+    may fall back to the unfused reference."""
+
+    backend: str = "auto"
+    reads: Literal["cache", "raw"] = "cache"
+    allow_reference: bool = True
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """deterministic: pad rows to a multiple of 16 and attend in fixed tiles, so that codes and logits do not depend on
+    how requests are batched, chunked, cached or preempted. Slower."""
+
+    deterministic: bool = False

@@ -1,0 +1,85 @@
+"""Every tensor shape of the project, stated once.
+
+Legend (used in all docstrings): T tokens in the call · R requests · N blocks · B block size · M max blocks per request ·
+H kv heads · Hq query heads · G = Hq/H · D head dim (Dk of K, Dv of V) · Dp packed D · L layers.
+
+Pool, per layer and head range, for K and for V:
+    codes         [N, H, B, Dp]     KVFormat.storage
+    scale (zero)  [N, H, B] | [N, H, B, D/group] | [N, H, D]    for "token" | "token_group" | "block_channel"
+Static scales ("tensor" [], "head" [H], "channel" [H, D]) belong to the quantizer. Kernels take strides.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from qkv_kernels.format import STATIC_SCALES, KVFormat, ScaleKind
+
+__all__ = ["STATIC_SCALES", "AttentionMetadata", "Codes", "HeadFormat", "KVFormat", "LayerShape", "ScaleKind", "Statics"]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One attention layer, as found by probing the model."""
+
+    index: int
+    H: int
+    Hq: int
+    Dk: int
+    Dv: int
+    scaling: float  # softmax scale
+    window: int | None = None  # a query at p sees keys with p - key < window
+    softcap: float | None = None
+    sinks: bool = False  # learned attention-sink logits, one per query head
+
+
+class HeadFormat(NamedTuple):
+    """The formats of one range of kv heads of a layer. Ranges of a layer are disjoint and cover it in order."""
+
+    heads: range
+    k: KVFormat
+    v: KVFormat
+
+
+class Codes(NamedTuple):
+    """Encoded K or V of T tokens. data [T, H, Dp]; scale and zero [T, H] or [T, H, D/group], None where static or absent."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+
+
+class Statics(NamedTuple):
+    """Static parameters of one layer and head range: scales and zeros that are not in the pool.
+
+    k_scale, v_scale: [] for "tensor", [H] for "head", [H, D] for "channel", else None. Zeros alike. float32.
+    """
+
+    k_scale: torch.Tensor | None = None
+    k_zero: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    v_zero: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """Where the tokens of one forward go and what they may see. Built once a step, shared by all layers.
+
+    Rows of the packed batch: first `num_decodes` requests with one token each, then the prefill chunks, then padding.
+    block_table [R, M] int32; entries past a request's blocks are the null block (0).
+    seq_lens    [R] int32: tokens of each request in the cache once this call has stored its own.
+    query_start [R+1] int32: row where each request's tokens begin; query_start[R] is the first padding row.
+    slots       [T] int64: block * B + offset where each row is stored; -1 for padding rows, which write nothing.
+    positions   [T] int64: index of each row's token in its sequence; 0 for padding.
+    The *_list copies are the same numbers on the host, so that a backend plans without synchronising.
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    seq_lens_list: list[int]
+    query_start_list: list[int]
+    num_decodes: int
+    block_size: int
