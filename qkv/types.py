@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
 
-from qkv.errors import ConfigError
-from qkv.validate import require
+from qkv.validate import check_types, require
 
 BlockId = int
 BlockHash = bytes
@@ -43,6 +42,9 @@ class SamplingParams:
     priority: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        check_types(self)
         require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1, or null")
         require(
             math.isfinite(self.temperature) and self.temperature >= 0,
@@ -54,10 +56,8 @@ class SamplingParams:
         require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1 (1 is off)")
         require(0 <= self.min_p < 1, "min_p", self.min_p, "at least 0 (off) and below 1")
         require(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", self.logprobs, "null or 0 to 100")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(s, str) and s for s in stop):
-            raise ConfigError(f"stop={self.stop!r} is not allowed; it must be non-empty strings")
-        object.__setattr__(self, "stop", stop)
+        require(all(self.stop), "stop", self.stop, "non-empty strings")
+        object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
 
@@ -96,7 +96,6 @@ class Request:
     host_blocks: list[BlockId] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)  # of full blocks of token_ids, extended as they fill
     num_sealed: int = 0  # blocks whose content is complete
-    publishing: bool = True  # False once a block turned out to be a duplicate: its children would be orphans
     admissions: int = 0  # times it got blocks; tells the runner that its table was replaced
     scored_to: int = 0  # scoring requests: tokens before this index have their log-probability
     due_step: int = -1  # step at which its next block is needed

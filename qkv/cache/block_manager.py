@@ -1,0 +1,188 @@
+"""Block tables of requests: prefix match, growth, sealing, release, swap.
+
+Takes: requests. Gives: changed block tables, or False where the pool cannot serve. Talks to one BlockAllocator and one
+HostPool. Does not know about: tensors, queues, who is preempted.
+"""
+
+from collections.abc import Iterable
+
+from qkv.cache.host_pool import HostPool
+from qkv.cache.prefix import PrefixHasher
+from qkv.metrics.recorder import Recorder
+from qkv.policies.allocator.base import BlockAllocator, NoFreeBlocks
+from qkv.types import NULL_BLOCK, BlockId, Request, RequestView, SwapCopy
+
+
+class BlockManager:
+    """hasher None switches prefix caching off. host: the swap pool (0 blocks: no swap)."""
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        hasher: PrefixHasher | None,
+        host: HostPool,
+        recorder: Recorder,
+        watermark: float = 0.0,
+        block_bytes: int = 0,
+    ) -> None:
+        self.allocator, self.host, self.recorder = allocator, host, recorder
+        self.block_size = allocator.block_size
+        self._hasher = hasher
+        self._block_bytes = block_bytes
+        self._reserve = int(watermark * (allocator.num_blocks - allocator.num_reserved))
+
+    # -- admission ---------------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, alone: bool) -> bool:
+        """Give a waiting request blocks for all its tokens: the longest cached prefix, the rest allocated.
+
+        Sets blocks and num_computed. False, with nothing changed, if that would leave fewer free blocks than the
+        watermark; `alone` (nothing else runs) waives the watermark.
+        """
+        cached = self._match(request)
+        need = self.allocator.blocks_for(request.num_inputs) - len(cached)
+        idle = sum(not self.allocator.refs[block] for block in cached)  # cached blocks that stop being available
+        if self.allocator.num_available - idle - need < (0 if alone else self._reserve):
+            return False
+        self.allocator.acquire(cached)
+        try:
+            request.blocks = cached + self.allocator.allocate(need)
+        except NoFreeBlocks:
+            self.allocator.release(cached[::-1])
+            return False
+        request.num_computed = len(cached) * self.block_size
+        request.num_sealed = len(cached)
+        self._count_lookup(request)
+        request.admissions += 1
+        return True
+
+    def _match(self, request: Request) -> list[BlockId]:
+        """Cached blocks of the request's prefix. At least one token is always left to compute, and for a scoring request
+        every position whose logits are wanted and not yet scored."""
+        if self._hasher is None:
+            return []
+        last = request.num_inputs - 1
+        if request.score_from is not None:
+            last = min(last, max(request.score_from, request.scored_to) - 1)
+        limit = last // self.block_size
+        self._hasher.extend(request.hashes, request.token_ids, limit, request.salt)
+        return self.allocator.match(request.hashes[:limit], request.token_ids)
+
+    def _count_lookup(self, request: Request) -> None:
+        if self._hasher is None:
+            return
+        if request.admissions:
+            self.recorder.resumed_queries_tokens += request.num_inputs
+            self.recorder.resumed_hits_tokens += request.num_computed
+        else:
+            request.cached_tokens = request.num_computed
+            self.recorder.prefix_queries_tokens += request.num_inputs
+            self.recorder.prefix_hits_tokens += request.num_computed
+
+    # -- growth ------------------------------------------------------------------------------------------------------
+
+    def room(self, request: Request) -> int:
+        """Tokens that still fit the request's blocks."""
+        return len(request.blocks) * self.block_size - request.num_computed
+
+    def grow(self, request: Request) -> bool:
+        """Append what one more token needs. False, with nothing changed, if the pool is exhausted."""
+        missing = self.allocator.blocks_for(request.num_computed + 1) - len(request.blocks)
+        if missing > 0:
+            try:
+                request.blocks += self.allocator.allocate(missing)
+            except NoFreeBlocks:
+                return False
+        return True
+
+    def seal(self, request: Request) -> None:
+        """Publish the blocks that filled up since the last call. Only computed tokens count, so call it after the step."""
+        full = request.num_computed // self.block_size
+        if full == request.num_sealed:
+            return
+        if self._hasher is not None:
+            self._hasher.extend(request.hashes, request.token_ids, full, request.salt)
+            B = self.block_size
+            for i in range(request.num_sealed, full):
+                parent = request.blocks[i - 1] if i else NULL_BLOCK
+                tokens = tuple(request.token_ids[i * B : (i + 1) * B])
+                self.allocator.publish(request.blocks[i], request.hashes[i], parent, tokens, i)
+        request.num_sealed = full
+
+    # -- giving up ---------------------------------------------------------------------------------------------------
+
+    def release(self, request: Request) -> None:
+        """Return all device and host blocks, the last of the table first, so that chain tails are evicted first."""
+        self.allocator.release(request.blocks[::-1])
+        request.blocks = []
+        self.host.release(request.host_blocks)
+        request.host_blocks = []
+
+    def reset(self, request: Request) -> None:
+        """Return all blocks and forget what was computed; tokens stay."""
+        self.release(request)
+        request.num_computed = request.num_sealed = 0
+
+    def drop(self, request: Request) -> None:
+        """Recompute-preempt."""
+        self.recorder.preemptions_recompute += 1
+        self.recorder.recompute_tokens += request.num_computed
+        self.reset(request)
+
+    def swap_out(self, request: Request) -> SwapCopy:
+        """Swap-preempt: the used blocks go to the host pool. The caller has checked host.num_free."""
+        used = request.blocks[: self._used_blocks(request)]
+        request.host_blocks = self.host.allocate(len(used))
+        self.recorder.preemptions_swap += 1
+        self.recorder.swap_out_bytes += len(used) * self._block_bytes
+        self.allocator.release(request.blocks[::-1])
+        request.blocks = []
+        return SwapCopy(used, list(request.host_blocks))
+
+    def swap_in(self, request: Request, alone: bool) -> SwapCopy | None:
+        """Blocks for a swapped request, to be filled from its host blocks, which are free once this step's copies ran.
+
+        None, with nothing changed, if the watermark would be crossed.
+        """
+        tokens = max(request.num_inputs, request.num_computed + 1)
+        need = self.allocator.blocks_for(tokens)
+        if self.allocator.num_available - need < (0 if alone else self._reserve):
+            return None
+        try:
+            request.blocks = self.allocator.allocate(need)
+        except NoFreeBlocks:
+            return None
+        copy = SwapCopy(request.blocks[: len(request.host_blocks)], request.host_blocks)
+        self.recorder.swap_in_bytes += len(copy.host) * self._block_bytes
+        self.host.release(request.host_blocks)
+        request.host_blocks = []
+        request.num_sealed = 0  # its copies are new blocks: offer them for publication again
+        request.admissions += 1
+        return copy
+
+    def _used_blocks(self, request: Request) -> int:
+        return -(-request.num_computed // self.block_size)
+
+    # -- views -------------------------------------------------------------------------------------------------------
+
+    def view(self, request: Request) -> RequestView:
+        refs = self.allocator.refs
+        return RequestView(
+            id=request.id,
+            priority=request.params.priority,
+            prompt_len=request.prompt_len,
+            num_tokens=len(request.token_ids),
+            num_computed=request.num_computed,
+            num_blocks=self._used_blocks(request),
+            num_private_blocks=sum(refs[block] == 1 for block in request.blocks),
+            preemptions=request.preemptions,
+        )
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Raise AssertionError on any broken invariant of the pool. `requests`: every unfinished request."""
+        requests = list(requests)
+        self.allocator.check([r.blocks for r in requests])
+        self.host.check([r.host_blocks for r in requests])
+        for r in requests:
+            assert not (r.blocks and r.host_blocks), f"request {r.id} holds device and host blocks"
+            assert r.num_computed <= max(len(r.blocks), len(r.host_blocks)) * self.block_size, f"request {r.id} lacks blocks"

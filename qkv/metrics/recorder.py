@@ -1,0 +1,60 @@
+"""Counters of everything the cache and the scheduler do. Lower layers call it; nobody below experiments/ reads a sink.
+
+Does not know about: where numbers go (records, Prometheus, W&B).
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Recorder:
+    """Monotonic counters, in tokens, blocks, bytes or events as named. One per engine."""
+
+    # Prefix lookups of first admissions; hits + misses = queries. Requests that come back after preemption are counted
+    # apart: their own old blocks are not evidence that prompts repeat.
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    resumed_queries_tokens: int = 0
+    resumed_hits_tokens: int = 0
+
+    preemptions_recompute: int = 0
+    preemptions_swap: int = 0
+    recompute_tokens: int = 0  # tokens prefilled a second time because of preemption
+    swap_out_bytes: int = 0
+    swap_in_bytes: int = 0
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_seconds: float = 0.0  # time of steps without decodes
+    decode_seconds: float = 0.0  # time of steps with decodes only
+    mixed_seconds: float = 0.0
+    mixed_prefill_tokens: int = 0
+    mixed_decode_tokens: int = 0
+    pairs_attended: int = 0  # (query, key) pairs under the causal mask
+    pairs_from_cache: int = 0  # of those, pairs whose key was read as stored
+
+    requests_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    used_blocks_peak: int = 0
+    used_blocks_sum: int = 0  # over steps; divide by steps for the mean
+    written_tokens_sum: int = 0  # tokens held by running requests, over steps
+    held_tokens_sum: int = 0  # tokens that their blocks could hold, over steps
+
+    def finished(self, reason: str) -> None:
+        self.requests_finished[reason] = self.requests_finished.get(reason, 0) + 1
+
+    @property
+    def preemptions(self) -> int:
+        return self.preemptions_recompute + self.preemptions_swap
+
+    @property
+    def hit_rate(self) -> float | None:
+        return self.prefix_hits_tokens / self.prefix_queries_tokens if self.prefix_queries_tokens else None
+
+    @property
+    def fraction_read_from_cache(self) -> float | None:
+        return self.pairs_from_cache / self.pairs_attended if self.pairs_attended else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,216 @@
+"""Decides what each step runs: continues decodes, prefills in chunks, admits, preempts.
+
+Takes: requests. Gives: a StepPlan, with block tables already changed to match. Every running decode advances by one token
+in every step, so when a request next needs a block is known in advance: planning touches only the requests that are due.
+Does not know about: tensors, models, text; time comes only as the step counter.
+"""
+
+import heapq
+from collections.abc import Iterator
+
+from qkv.cache.block_manager import BlockManager
+from qkv.config import SchedulerConfig
+from qkv.policies.preemptor.base import CostModel, Preemptor
+from qkv.types import FinishReason, PrefillChunk, Request, Status, StepPlan, SwapCopy
+
+
+class Scheduler:
+    """First come, first served within a priority; a preempted request returns to its place."""
+
+    def __init__(self, manager: BlockManager, preemptor: Preemptor, config: SchedulerConfig, costs: CostModel) -> None:
+        self.manager, self.preemptor, self.config, self.costs = manager, preemptor, config, costs
+        self.recorder = manager.recorder
+        self.step = 0
+        self._waiting: list[tuple[tuple[int, int], Request]] = []  # heap; finished requests are skipped when popped
+        self._running: dict[int, Request] = {}  # all that hold device blocks
+        self._prefilling: dict[int, Request] = {}
+        self._decoding: dict[int, Request] = {}
+        self._due: dict[int, list[Request]] = {}  # step -> requests that need a block then; stale entries are skipped
+
+    # -- queue -------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        heapq.heappush(self._waiting, (request.sort_key, request))
+
+    def requests(self) -> Iterator[Request]:
+        """Every unfinished request."""
+        yield from self._running.values()
+        yield from (r for _, r in self._waiting if r.status is not Status.FINISHED)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(r.status is not Status.FINISHED for _, r in self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        return not self._running and not self._next_waiting()
+
+    # -- plan --------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """The next step. Changes block tables, never token lists; nothing is published before complete()."""
+        self.step += 1
+        self.manager.allocator.step = self.step
+        plan = StepPlan(self.step, [], [], [], [], [])
+        for request in sorted(self._due.pop(self.step, ()), key=lambda r: r.sort_key):
+            if request.due_step == self.step and request.status is Status.RUNNING:
+                self._grow(request, plan)
+        budget = self.config.max_num_batched_tokens - len(self._decoding)
+        scored = self.config.max_num_scored_tokens
+        for request in sorted(self._prefilling.values(), key=lambda r: r.sort_key):
+            budget, scored = self._add_chunk(request, plan, budget, scored)
+        if not plan.preempted:
+            self._admit(plan, budget, scored)
+        plan.decodes = list(self._decoding.values())
+        if plan.empty and (self._running or self._next_waiting()):
+            raise RuntimeError(f"nothing can run: {self.num_running} running, {self.num_waiting} waiting requests")
+        return plan
+
+    def _grow(self, request: Request, plan: StepPlan) -> None:
+        self.manager.seal(request)
+        while not self.manager.grow(request):
+            victims = self._victims(self.manager.allocator.blocks_for(request.num_computed + 1) - len(request.blocks))
+            for victim in victims:
+                self._preempt(victim, plan)
+                if victim is request:
+                    return
+                if self.manager.grow(request):
+                    break
+        self._set_due(request, self.step)
+
+    def _victims(self, need: int) -> list[Request]:
+        """The policy's choice, without the first in serving order: one request always makes progress."""
+        running = sorted(self._running.values(), key=lambda r: r.sort_key)
+        chosen = self.preemptor.victims([self.manager.view(r) for r in running], need)
+        allowed = {r.id: r for r in running[1:]}
+        victims = [allowed[i] for i in dict.fromkeys(chosen) if i in allowed] or running[1:][-1:]
+        if not victims:
+            raise RuntimeError("the pool cannot hold a single running request; it should have been refused")
+        return victims
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        view = self.manager.view(request)
+        host_free = self.manager.host.num_free
+        swap = self.preemptor.mode(view, host_free, self.costs) == "swap" and 0 < view.num_blocks <= host_free
+        self._leave(request)
+        if swap:
+            plan.swap_out.append(self.manager.swap_out(request))
+            request.status = Status.SWAPPED
+        else:
+            self.manager.drop(request)
+            request.status = Status.WAITING
+        request.preemptions += 1
+        plan.preempted.append(request)
+        self.add(request)
+
+    def _add_chunk(self, request: Request, plan: StepPlan, budget: int, scored: int) -> tuple[int, int]:
+        """Prefill as much of the request as the budgets allow; returns what is left of them.
+
+        The second budget counts logits: a scoring request wants them for most of its positions, others for one.
+        """
+        start, end = request.num_computed, request.num_inputs
+        size = min(end - start, budget)
+        if request.score_from is not None:
+            unwanted = max(0, max(request.score_from, request.scored_to) - 1 - start)
+            size = min(size, unwanted + scored)
+            scored -= max(0, size - unwanted)
+        if size > 0:
+            plan.prefills.append(PrefillChunk(request, start, start + size))
+        return budget - size, scored
+
+    def _admit(self, plan: StepPlan, budget: int, scored: int) -> None:
+        while budget > 0 and len(self._running) < self.config.max_num_seqs and (request := self._next_waiting()):
+            alone = not self._running
+            if request.status is Status.SWAPPED:
+                copy = self.manager.swap_in(request, alone)
+                if copy is None:
+                    return
+                plan.swap_in.append(copy)
+            elif not self.manager.admit(request, alone):
+                return
+            heapq.heappop(self._waiting)
+            request.status = Status.RUNNING
+            self._running[request.id] = request
+            if request.decoding:
+                self._decoding[request.id] = request
+                self._set_due(request, self.step)
+                budget -= 1
+            else:
+                self._prefilling[request.id] = request
+                budget, scored = self._add_chunk(request, plan, budget, scored)
+
+    def _next_waiting(self) -> Request | None:
+        while self._waiting and self._waiting[0][1].status is Status.FINISHED:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+    def _set_due(self, request: Request, next_step: int) -> None:
+        """`next_step` is the step in which the request's next token is stored."""
+        request.due_step = next_step + self.manager.room(request)
+        self._due.setdefault(request.due_step, []).append(request)
+
+    # -- outcome -----------------------------------------------------------------------------------------------------
+
+    def complete(self, plan: StepPlan) -> list[Request]:
+        """The step ran: its tokens are in the cache. Returns the requests whose logits are for a new token, in plan order."""
+        for request in plan.decodes:
+            request.num_computed += 1
+        ready = list(plan.decodes)
+        for request, _, end in plan.prefills:
+            request.num_computed = end
+            self.manager.seal(request)
+            if end == request.num_inputs:
+                del self._prefilling[request.id]
+                if request.score_from is None:
+                    self._decoding[request.id] = request
+                    self._set_due(request, self.step + 1)
+                    ready.append(request)
+        self._count(plan)
+        return ready
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Release everything the request holds. Safe in any state, once."""
+        if request.status is Status.FINISHED:
+            return
+        if request.status is Status.RUNNING:
+            self.manager.seal(request)
+            self._leave(request)
+        self.manager.release(request)
+        request.status, request.finish_reason = Status.FINISHED, reason
+        self.recorder.finished(reason)
+
+    def roll_back(self, plan: StepPlan) -> None:
+        """The step failed: what it may have half written is forgotten, and its requests wait to be prefilled again."""
+        swapped = [r for r in plan.preempted if r.status is Status.SWAPPED]  # whose copy may not have happened
+        for request in swapped:
+            self.manager.reset(request)
+            request.status = Status.WAITING
+        for request in [*plan.decodes, *(c.request for c in plan.prefills)]:
+            if request.status is Status.RUNNING:
+                self._leave(request)
+                self.manager.reset(request)
+                request.status = Status.WAITING
+                self.add(request)
+
+    def _leave(self, request: Request) -> None:
+        del self._running[request.id]
+        self._prefilling.pop(request.id, None)
+        self._decoding.pop(request.id, None)
+
+    def _count(self, plan: StepPlan) -> None:
+        recorder, allocator = self.recorder, self.manager.allocator
+        used = allocator.num_referenced
+        recorder.steps += 1
+        recorder.used_blocks_peak = max(recorder.used_blocks_peak, used)
+        recorder.used_blocks_sum += used
+        recorder.written_tokens_sum += sum(r.num_computed for r in self._running.values())
+        recorder.held_tokens_sum += sum(len(r.blocks) for r in self._running.values()) * allocator.block_size
+
+
+def copies(swaps: list[SwapCopy]) -> tuple[list[int], list[int]]:
+    """All copies of one direction of a step as one (device blocks, host blocks) pair."""
+    return [b for s in swaps for b in s.device], [b for s in swaps for b in s.host]
