@@ -32,7 +32,7 @@ class Registry(Generic[T]):
             if not (issubclass(cls, self.base) and dataclasses.is_dataclass(cls)):
                 raise TypeError(f"{self.kind} '{name}': {cls.__qualname__} must be a dataclass derived from {self.base.__name__}")
             taken = self._classes.get(name)
-            if taken is not None and taken.__module__ != cls.__module__:
+            if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise ValueError(f"{self.kind} '{name}' is defined twice: in {taken.__module__} and in {cls.__module__}")
             cls.name = name  # type: ignore[attr-defined]
             self._classes[name] = cls
@@ -65,10 +65,10 @@ class Registry(Generic[T]):
     def _discover(self) -> None:
         if self._discovered:
             return
-        self._discovered = True
         for module in sorted(m.name for m in pkgutil.iter_modules(importlib.import_module(self.package).__path__)):
             if not module.startswith("_"):
                 importlib.import_module(f"{self.package}.{module}")
+        self._discovered = True
 
 
 def import_policy_modules(modules: list[str]) -> None:

@@ -6,6 +6,8 @@ Does not know about: Hydra, files, policies.
 
 import dataclasses
 import difflib
+import functools
+import math
 import re
 import types
 import typing
@@ -15,6 +17,8 @@ from typing import Any, TypeVar
 from qkv.errors import ConfigError
 
 T = TypeVar("T")
+
+_hints = functools.cache(typing.get_type_hints)
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{p}b": m for p, m in list(_UNITS.items()) if p not in ("", "b")}
@@ -34,7 +38,7 @@ def parse_bytes(value: int | float | str | None, where: str) -> int | None:
     if value is None:
         return None
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(value).lower())
-    if not match or match[2] not in _UNITS:
+    if not match or match[2] not in _UNITS or not math.isfinite(float(match[1]) * _UNITS[match[2]]):
         raise ConfigError(f"{where}: '{value}' is not a size. Write bytes as a number, or like 512MiB, 2GiB, 4GB")
     return int(float(match[1]) * _UNITS[match[2]])
 
@@ -46,7 +50,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     Nested dataclass fields take mappings.
     """
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     out: dict[str, Any] = {}
     for key, value in values.items():
         if key not in fields:
@@ -70,6 +74,12 @@ def require(ok: bool, field: str, value: object, allowed: str) -> None:
     """Range check for __post_init__: raises ConfigError naming the field, its value and what is allowed."""
     if not ok:
         raise ConfigError(f"{field}={value!r} is not allowed; it must be {allowed}")
+
+
+def check_types(instance: Any) -> None:
+    """Raise ConfigError unless every field of a dataclass that users construct by hand fits its annotation."""
+    for name, hint in _hints(type(instance)).items():
+        _coerce(getattr(instance, name), hint, name)
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:
