@@ -91,7 +91,7 @@ def test_build_leaves_the_given_mapping_alone(registry: Registry[Base]) -> None:
 
 
 def test_unknown_names_suggest_and_list(registry: Registry[Base]) -> None:
-    with pytest.raises(ConfigError, match="unknown thing 'smal'; did you mean 'small'. Allowed: large, small"):
+    with pytest.raises(ConfigError, match=r"unknown thing 'smal'; did you mean 'small'\? Allowed: large, small"):
         registry.build("smal")
 
 
