@@ -17,7 +17,8 @@ STATIC_SCALES = ("tensor", "head", "channel")  # parameters of the quantizer, no
 class KVFormat:
     """An affine storage format: value = (code - zero) * scale, or the raw value where scale is "none" and bits >= 16.
 
-    bits: payload bits per element; 4, 3 and 2 bits are packed into uint8 rows (low nibble = first half of D).
+    bits: payload bits per element; 4, 3 and 2 bits are packed into uint8 rows (low nibble = first half of D) as
+        code + 2^(bits-1), so that packed codes are unsigned. 64 stores float64 models raw.
     storage: dtype of the codes.
     scale: who shares one scale. "tensor", "head" [H] and "channel" [H, D] are static (per layer, not in the pool);
         "token" [N, H, B], "token_group" [N, H, B, D/group] and "block_channel" [N, H, D] are planes of the pool.
@@ -31,7 +32,7 @@ class KVFormat:
     Raises ValueError for combinations that make no sense.
     """
 
-    bits: Literal[32, 16, 8, 4, 3, 2]
+    bits: Literal[64, 32, 16, 8, 4, 3, 2]
     storage: torch.dtype
     scale: ScaleKind = "none"
     scale_dtype: torch.dtype = torch.float16
@@ -81,12 +82,15 @@ class KVFormat:
         planes = (1 + (self.zero != "none")) if shape else 0
         return codes + planes * (math.prod(shape) if shape else 0) * self.scale_dtype.itemsize
 
+    def static_bytes(self, H: int, D: int) -> int:
+        """Bytes of the static scales and zeros of one layer's H heads; 0 where scales live in the pool or are absent."""
+        shared = {"tensor": 1, "head": H, "channel": H * D}.get(self.scale, 0)
+        return shared * (1 + (self.zero != "none")) * self.scale_dtype.itemsize
+
     def effective_bits(self, B: int, D: int) -> float:
         """Marginal bits per element of a full block, scales and zeros included."""
         return 8 * self.bytes_per_block(B, 1, D) / (B * D)
 
     def fingerprint(self) -> str:
         """Identity of the byte layout: two pools may exchange blocks only if these agree."""
-        return (
-            f"{self.bits}:{self.storage}:{self.scale}:{self.scale_dtype}:{self.zero}:{self.group}:{self.unit}:{self.tail_blocks}:{self.rotate}"
-        )
+        return f"{self.bits}:{self.storage}:{self.scale}:{self.scale_dtype}:{self.zero}:{self.group}:{self.unit}:{self.tail_blocks}:{self.rotate}"

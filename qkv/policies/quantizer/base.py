@@ -25,6 +25,8 @@ class Quantizer(ABC):
     """
 
     name: ClassVar[str]
+    # "custom": encode_k and encode_v run in Python. Otherwise kernels may encode, by the rule that each format implies:
+    # raw, static where the scale is static, else absmax (zero "none") or minmax. The name says which rule is the main one.
     encode_rule: ClassVar[Literal["absmax", "minmax", "static", "custom"]]
     needs_scales: ClassVar[bool] = False  # True: bind() fails without a scale file
 
@@ -58,6 +60,14 @@ class Quantizer(ABC):
     def observers(self) -> frozenset[str]:
         """Statistics that calibration must collect for this quantizer, e.g. {"k_channel_absmax"}; empty if none."""
         return frozenset()
+
+    def tensors_from_stats(self, stats: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Statistics collected by calibration, {layer index: {name in observers(): tensor}}, to the tensors of a ScaleFile."""
+        return {}
+
+    def warnings(self) -> list[str]:
+        """What a record must say about the bound quantizer, e.g. that its scales were not calibrated."""
+        return []
 
     def fingerprint(self) -> str:
         """Identity of the stored bytes beyond the formats: goes into the prefix cache's root and host blocks."""
