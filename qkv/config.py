@@ -3,8 +3,8 @@
 Does not know about: Hydra, omegaconf, how settings are used.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from qkv.validate import parse_bytes, require
 
@@ -105,3 +105,24 @@ class RunnerConfig:
     how requests are batched, chunked, cached or preempted. Slower."""
 
     deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All settings of an engine. Policies are named: {"name": "lru", field: value, ...}.
+
+    scales: a scale file, for quantizers with static scales. policy_modules: modules with policies of your own.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    runner: RunnerConfig = field(default_factory=RunnerConfig)
+    quantizer: dict[str, Any] = field(default_factory=lambda: {"name": "none"})
+    allocator: dict[str, Any] = field(default_factory=lambda: {"name": "paged"})
+    evictor: dict[str, Any] = field(default_factory=lambda: {"name": "lru"})
+    preemptor: dict[str, Any] = field(default_factory=lambda: {"name": "auto"})
+    scales: str | None = None
+    seed: int = 0
+    policy_modules: list[str] = field(default_factory=list)

@@ -96,7 +96,7 @@ class Request:
     host_blocks: list[BlockId] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)  # of full blocks of token_ids, extended as they fill
     num_sealed: int = 0  # blocks whose content is complete
-    admissions: int = 0  # times it got blocks; tells the runner that its table was replaced
+    admissions: int = 0  # times it got blocks: a lookup after the first is not evidence that prompts repeat
     scored_to: int = 0  # scoring requests: tokens before this index have their log-probability
     due_step: int = -1  # step at which its next block is needed
 

@@ -36,7 +36,8 @@ class Contiguous(BlockAllocator):
         if not count:
             raise ConfigError(
                 f"allocator.contiguous: a region of {self._region} blocks ({self._region * self.block_size} tokens) does not "
-                f"fit a pool of {num_blocks - 1} usable blocks; lower allocator.max_len or scheduler.max_model_len, or enlarge the pool"
+                f"fit a pool of {num_blocks - 1} usable blocks; lower allocator.max_len or scheduler.max_model_len, or enlarge "
+                "the pool"
             )
         self._reserved = num_blocks - count * self._region
         self._regions = [1 + i * self._region for i in reversed(range(count))]

@@ -1,0 +1,61 @@
+"""How many blocks the pool gets, with the arithmetic spelled out.
+
+Does not know about: tensors' contents, requests.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from qkv.config import CacheConfig
+from qkv.errors import ConfigError
+from qkv.validate import parse_bytes
+
+log = logging.getLogger("qkv")
+
+DEFAULT_UTILIZATION = {"cpu": 0.1, "cuda": 0.9}
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """num_blocks includes the null block."""
+
+    num_blocks: int
+    block_bytes: int
+    host_blocks: int
+    arithmetic: str
+
+
+def size_pool(cache: CacheConfig, block_bytes: int, block_size: int, wanted_blocks: int, device: torch.device) -> PoolSize:
+    """Blocks from cache.num_blocks, memory_bytes or memory_utilization; by default `wanted_blocks` (what max_num_seqs
+    requests of max_model_len would fill), within the default share of the device's memory.
+
+    Raises ConfigError when the budget does not hold two blocks (one is the null block).
+    """
+    budget = parse_bytes(cache.memory_bytes, "cache.memory_bytes")
+    if cache.num_blocks is not None:
+        blocks, how = cache.num_blocks, f"num_blocks={cache.num_blocks}"
+    elif budget is not None:
+        blocks, how = budget // block_bytes, f"memory_bytes={budget:,} // {block_bytes:,} bytes per block"
+    else:
+        share = cache.memory_utilization or DEFAULT_UTILIZATION.get(device.type, 0.5)
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        budget = int(share * free)
+        blocks = budget // block_bytes
+        how = f"{share:.0%} of {free:,} free bytes // {block_bytes:,} bytes per block"
+        if cache.memory_utilization is None and wanted_blocks < blocks:
+            blocks, how = wanted_blocks, f"max_num_seqs x max_model_len fill {wanted_blocks - 1:,} blocks, + 1 null block"
+    if blocks < 2:
+        raise ConfigError(
+            f"the pool would have {blocks} blocks ({how}); it needs at least 2, one of them the null block. Raise "
+            f"cache.memory_bytes to {2 * block_bytes:,} bytes or more, or lower allocator.block_size"
+        )
+    host_bytes = parse_bytes(cache.host_memory_bytes, "cache.host_memory_bytes") or 0
+    text = (
+        f"KV pool: {blocks:,} blocks ({how}) x {block_bytes:,} bytes = {blocks * block_bytes / 2**20:,.1f} MiB; "
+        f"{(blocks - 1) * block_size:,} tokens; host pool {host_bytes // block_bytes:,} blocks"
+    )
+    log.info(text)
+    return PoolSize(blocks, block_bytes, host_bytes // block_bytes, text)

@@ -1,0 +1,486 @@
+"""The engine: wires model, pool, policies and scheduler, and turns the handle. Decides nothing itself.
+
+The life of a request, in call order: intake -> scheduler (block manager, preemptor) -> runner (attention backend, store)
+-> sampler -> outputs. One thread steps; add_request and abort may come from any thread.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from qkv.assemble import Parts, assemble
+from qkv.attention.base import Observer
+from qkv.cache.block_manager import BlockManager
+from qkv.config import AttentionConfig, CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from qkv.errors import ConfigError, RequestError
+from qkv.intake import Intake, Prompt
+from qkv.layout import LayerShape
+from qkv.metrics import summary
+from qkv.metrics.recorder import Recorder
+from qkv.models import LoadedModel, load_model, wrap_model
+from qkv.outputs import Outputs, request_metrics
+from qkv.runner import Scored, StepResult
+from qkv.sampling import Sampler, token_logprob
+from qkv.scales import ScaleFile
+from qkv.scheduler import Scheduler, copies
+from qkv.types import FinishReason, Request, RequestMetrics, RequestOutput, SamplingParams, StepPlan
+
+log = logging.getLogger("qkv")
+Spec = str | dict[str, Any]
+OnLogits = Callable[[int, int, torch.Tensor], None]
+
+
+class Score(NamedTuple):
+    """Of tokens first..T-1. logprobs [T-first] float32; greedy_match [T-first] bool: the token was the most likely one."""
+
+    logprobs: torch.Tensor
+    greedy_match: torch.Tensor
+
+
+class Engine:
+    """Generation and scoring on a paged, quantized KV cache. Make one with `Engine.create` or `Engine.from_config`;
+    close it (or use it in a `with`) to give a passed-in model its own attention back."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        scales: ScaleFile | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config, self.loaded, self._clock = config, loaded, clock
+        self._parts: Parts = assemble(loaded, config, scales, clock)
+        self.tokenizer = loaded.tokenizer
+        self.intake: Intake = self._parts.intake
+        self.scheduler: Scheduler = self._parts.scheduler
+        self.manager: BlockManager = self._parts.scheduler.manager
+        self.recorder: Recorder = self._parts.scheduler.recorder
+        self._runner, self._store = self._parts.runner, self._parts.store
+        self._sampler = Sampler(config.seed)
+        self._outputs = Outputs(loaded.tokenizer, self._parts.adapter.eos_token_ids)
+        self._scoring: dict[int, Callable[[Scored, torch.Tensor], None]] = {}
+        self._unclaimed: list[RequestOutput] = []
+        self._recent: deque[RequestMetrics] = deque(maxlen=10_000)
+        self._closed = False
+
+    # -- making one --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        model: "str | Path | PreTrainedModel | LoadedModel" = "smollm2",
+        tokenizer: Any = None,
+        dtype: str = "float32",
+        device: str = "cpu",
+        quantizer: Spec = "none",
+        allocator: Spec = "paged",
+        evictor: Spec = "lru",
+        preemptor: Spec = "auto",
+        backend: str = "auto",
+        reads: str = "cache",
+        deterministic: bool = False,
+        scales: "str | Path | ScaleFile | None" = None,
+        num_blocks: int | None = None,
+        memory_bytes: int | str | None = None,
+        memory_utilization: float | None = None,
+        host_memory_bytes: int | str = "1GiB",
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_num_scored_tokens: int = 512,
+        max_model_len: int | None = None,
+        watermark: float = 0.01,
+        enable_prefix_caching: bool = True,
+        prefix_hash: str = "xxh3_128",
+        poison: bool = False,
+        allow_reference: bool = True,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> "Engine":
+        """An engine from keyword arguments; the same settings as EngineConfig, flat.
+
+        model: a known name, hub id, local path, or a transformers model object (then dtype and device are the object's).
+        Raises ConfigError, ModelError or ScaleError before anything expensive where it can.
+        """
+        config = EngineConfig(
+            model=ModelConfig(name=str(model) if isinstance(model, str | Path) else "object", dtype=dtype, device=device, seed=seed),  # type: ignore[arg-type]
+            cache=CacheConfig(
+                num_blocks, memory_bytes, memory_utilization, host_memory_bytes, enable_prefix_caching, prefix_hash, poison  # type: ignore[arg-type]
+            ),
+            scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_num_scored_tokens, max_model_len, watermark),
+            attention=AttentionConfig(backend, reads, allow_reference),  # type: ignore[arg-type]
+            runner=RunnerConfig(deterministic),
+            quantizer=_spec(quantizer),
+            allocator=_spec(allocator),
+            evictor=_spec(evictor),
+            preemptor=_spec(preemptor),
+            scales=str(scales) if isinstance(scales, str | Path) else None,
+            seed=seed,
+        )
+        given = scales if isinstance(scales, ScaleFile) else None
+        if isinstance(model, str | Path):
+            return cls.from_config(config, given, tokenizer, clock)
+        loaded = model if isinstance(model, LoadedModel) else wrap_model(model, tokenizer)
+        return cls(loaded, config, given, clock)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        scales: ScaleFile | None = None,
+        tokenizer: Any = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> "Engine":
+        """Load the configured model and build an engine on it."""
+        check_policies(config)
+        loaded = load_model(config.model)
+        if tokenizer is not None:
+            loaded = loaded._replace(tokenizer=tokenizer)
+        return cls(loaded, config, scales, clock)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, salt: str = "") -> int:
+        """Queue a prompt (text or token ids); returns its id. Any thread. Raises RequestError. salt separates prefix caches."""
+        return self.intake.add(prompt, params or SamplingParams(), self._clock(), salt).id
+
+    def abort(self, request_id: int) -> None:
+        """End a request, whatever its state; its blocks are back before the next step. Any thread."""
+        self.intake.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return not (self.intake.empty and self.scheduler.idle and not self._unclaimed)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Returns the state of every request that got a token or ended."""
+        ready, self._unclaimed = self._unclaimed, []
+        return ready + [self._output(request) for request in self._advance()]
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt] | str,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue all prompts; results in their order. A prompt that cannot be served gives an output with
+        finish_reason "error" and the reason in `error`; the others finish. progress: a bar, if stderr is a terminal."""
+        outputs: dict[int, RequestOutput] = {}
+        with _bar(len(prompts) if not isinstance(prompts, str) else 1, progress) as bar:
+            order = [None] * 0
+            ids, failed = self._submit(prompts, params)
+            order = ids
+            for _ in failed:
+                bar.update()
+            for request in self._drive({i for i in ids if i is not None}):
+                if request.finish_reason is not None:
+                    outputs[request.id] = self._output(request)
+                    bar.update()
+        errors = iter(failed)
+        return [outputs[i] if i is not None else next(errors) for i in order]
+
+    def stream(
+        self, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[RequestOutput]:
+        """Like generate, but yields each request's state after every token; the last one has a finish_reason. Ids are
+        consecutive in the order of the prompts. Leaving the loop early aborts what is left."""
+        ids, failed = self._submit(prompts, params)
+        yield from failed
+        for request in self._drive({i for i in ids if i is not None}):
+            yield self._output(request)
+
+    def score(
+        self, token_lists: Sequence[Prompt], first: int = 1, on_logits: OnLogits | None = None, progress: bool = False
+    ) -> list[Score]:
+        """Log-probabilities of given tokens, read through the cache like any generation (teacher-forced, in chunks).
+
+        first: the first token to score; positions before it may come from the prefix cache.
+        on_logits(index in token_lists, start, logits [n, V]): row i predicts token start + i. Called as chunks come, each
+        position exactly once, so nothing of size T x V is kept. Raises RequestError before anything runs.
+        """
+        results: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in token_lists]
+        requests: list[Request] = []
+
+        def receive(index: int) -> Callable[[Scored, torch.Tensor], None]:
+            def take(scored: Scored, logits: torch.Tensor) -> None:
+                targets = torch.tensor(scored.request.token_ids[scored.first : scored.first + len(logits)], device=logits.device)
+                logprobs = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+                results[index][0].append(logprobs.cpu())
+                results[index][1].append((logits.argmax(-1) == targets).cpu())
+                if on_logits is not None:
+                    on_logits(index, scored.first, logits)
+
+            return take
+
+        try:
+            for index, tokens in enumerate(token_lists):
+                request = self.intake.add_scoring(tokens, first, self._clock())
+                requests.append(request)
+                self._scoring[request.id] = receive(index)
+            with _bar(len(requests), progress) as bar:
+                for request in self._drive({r.id for r in requests}):
+                    bar.update(request.finish_reason is not None)
+        finally:
+            for request in requests:
+                self._scoring.pop(request.id, None)
+                self.abort(request.id)
+        return [Score(torch.cat(logprobs), torch.cat(matches)) for logprobs, matches in results]
+
+    def _submit(
+        self, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> tuple[list[int | None], list[RequestOutput]]:
+        """Queue prompts. Ids in order, None where a prompt was refused; and an error output per refusal, in order."""
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one for all, or one per prompt")
+        ids: list[int | None] = []
+        failed: list[RequestOutput] = []
+        for prompt, p in zip(prompts, each, strict=True):
+            try:
+                ids.append(self.add_request(prompt, p))
+            except RequestError as error:
+                ids.append(None)
+                self.recorder.finished("error")
+                given = [] if isinstance(prompt, str) else list(prompt)
+                failed.append(RequestOutput(-1, given, [], "", "error", RequestMetrics(), error=str(error)))
+        return ids, failed
+
+    def _drive(self, mine: set[int]) -> Iterator[Request]:
+        """Step until all of `mine` ended, yielding them as they advance. Aborts the rest if the consumer leaves."""
+        pending = set(mine)
+        try:
+            while pending:
+                for request in self._advance():
+                    if request.id not in mine:
+                        self._unclaimed.append(self._output(request))
+                        continue
+                    if request.finish_reason is not None:
+                        pending.discard(request.id)
+                    yield request
+        finally:
+            for request_id in pending:
+                self.abort(request_id)
+            if pending:
+                self._take_in()
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> list[Request]:
+        """One step; the requests that got a token or ended."""
+        ended = self._take_in()
+        if self.scheduler.idle:
+            return ended
+        plan = self.scheduler.plan()
+        try:
+            self._swap(plan)
+            began = self._clock()
+            result = self._runner.run(plan)
+            tokens = self._next_tokens(plan, result)
+            now = self._clock()
+        except BaseException:
+            for request in [*plan.decodes, *(c.request for c in plan.prefills)]:
+                self._runner.forget(request)
+            self.scheduler.roll_back(plan)
+            raise
+        self._time(plan, now - began)
+        for request in (*plan.decodes, *(c.request for c in plan.prefills)):
+            if request.first_scheduled is None:
+                request.first_scheduled = began
+        ready = self.scheduler.complete(plan)
+        for request, token, logprob in zip(ready, *tokens, strict=True):
+            reason = self._outputs.append(request, token, logprob, now)
+            if reason:
+                self._finish(request, reason)
+        return ended + ready + self._take_scores(plan, result)
+
+    def _take_in(self) -> list[Request]:
+        """Empty the inbox: new requests join the queue, aborted ones end. Returns those."""
+        new, aborted = self.intake.drain()
+        for request in new:
+            self.scheduler.add(request)
+        ended = []
+        if aborted:
+            live = {r.id: r for r in self.scheduler.requests()}
+            for request_id in aborted:
+                if request_id in live and live[request_id].finish_reason is None:
+                    self._finish(live[request_id], "abort")
+                    ended.append(live[request_id])
+        return ended
+
+    def _swap(self, plan: StepPlan) -> None:
+        """Copy preempted blocks out, then returning ones in, before the forward writes anything."""
+        for request in plan.preempted:
+            self._runner.forget(request)
+        began = self._clock()
+        for swaps, copy in ((plan.swap_out, self._store.copy_out), (plan.swap_in, self._store.copy_in)):
+            device, host = copies(swaps)
+            if device:
+                copy(device, host)
+        seconds = self._clock() - began
+        moved = sum(len(s.device) for s in (*plan.swap_out, *plan.swap_in))
+        if moved and seconds > 0:
+            self.scheduler.costs.copy_bytes_per_s = moved * self._store.block_bytes / seconds
+
+    def _next_tokens(self, plan: StepPlan, result: StepResult) -> tuple[list[int], list[Any]]:
+        """A token, and log-probabilities where wanted, for each request that gets one in this step."""
+        ready = list(plan.decodes) + [c.request for c in plan.prefills if c.completes and c.request.score_from is None]
+        if not ready or result.logits is None:
+            return [], []
+        logits = result.logits[: len(ready)]
+        tokens = self._sampler.sample(logits, [(r.id, r.params) for r in ready])
+        wanted = [r.params.logprobs for r in ready]
+        return tokens, [
+            None if top is None else token_logprob(logits[i], tokens[i], top) for i, top in enumerate(wanted)
+        ]
+
+    def _take_scores(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Hand scored logits to who asked; the scoring requests that are done."""
+        done = []
+        for scored in result.scored:
+            assert result.logits is not None
+            logits = result.logits[scored.rows]
+            receiver = self._scoring.get(scored.request.id)
+            if receiver is not None:
+                receiver(scored, logits)
+            scored.request.scored_to = scored.first + len(logits)
+        for chunk in plan.prefills:
+            if chunk.completes and chunk.request.score_from is not None:
+                self._finish(chunk.request, "length")
+                done.append(chunk.request)
+        return done
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.scheduler.finish(request, reason)
+        self._runner.forget(request)
+        self._sampler.forget(request.id)
+        if request.score_from is None:
+            self._recent.append(request_metrics(request))
+
+    def _output(self, request: Request) -> RequestOutput:
+        output = self._outputs.output(request)
+        if request.finish_reason is not None:
+            self._outputs.forget(request.id)
+        return output
+
+    def _time(self, plan: StepPlan, seconds: float) -> None:
+        r, decodes = self.recorder, len(plan.decodes)
+        prefills = plan.num_tokens - decodes
+        r.prefill_tokens += prefills
+        r.decode_tokens += decodes
+        if prefills and decodes:
+            r.mixed_seconds += seconds
+            r.mixed_prefill_tokens += prefills
+            r.mixed_decode_tokens += decodes
+        elif prefills:
+            r.prefill_seconds += seconds
+            if seconds > 0:
+                self.scheduler.costs.prefill_tokens_per_s = prefills / seconds
+        else:
+            r.decode_seconds += seconds
+
+    # -- looking in --------------------------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> list[LayerShape]:
+        return self._parts.adapter.layers
+
+    @contextmanager
+    def observe(self, observer: Observer) -> Iterator[None]:
+        """While active, observer(layer, k [T, H, Dk], v [T, H, Dv]) sees the keys and values of every forward, unquantized
+        and without padding."""
+        self._runner.observer = observer
+        try:
+            yield
+        finally:
+            self._runner.observer = None
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters and rates since the start, in the parts of an experiment record: memory, speed, cache, attention."""
+        allocator, r = self.manager.allocator, self.recorder
+        usable = allocator.num_blocks - allocator.num_reserved
+        memory = self._store.memory_report()
+        memory["capacity_tokens"] = usable * allocator.block_size
+        memory["static_bytes"] = self._parts.static_bytes
+        memory["utilization_peak"] = r.used_blocks_peak / usable
+        if r.steps and r.held_tokens_sum:
+            fill = r.written_tokens_sum / r.held_tokens_sum
+            memory["utilization_mean"] = r.used_blocks_sum / r.steps / usable * fill
+            memory["internal_fragmentation"] = 1 - fill
+        return {
+            "memory": memory,
+            "speed": {**summary.rates(r), **summary.latencies(self._recent)},
+            "cache": summary.cache_counters(r, allocator.evictions),
+            "attention": {
+                "backend": self._parts.backend.name,
+                "reads": self.config.attention.reads,
+                "reason": self._parts.backend_reason,
+            },
+            "fraction_read_from_cache": r.fraction_read_from_cache,
+            "scales": self._parts.scales_source,
+            "warnings": self._parts.warnings,
+            "requests": {
+                "running": self.scheduler.num_running,
+                "waiting": self.scheduler.num_waiting,
+                "finished": dict(r.requests_finished),
+            },
+            "pool": self._parts.pool.arithmetic,
+        }
+
+    def reset_metrics(self) -> None:
+        """Start counting anew, e.g. after a warm-up."""
+        fresh = Recorder()
+        for name in vars(fresh):
+            setattr(self.recorder, name, getattr(fresh, name))
+        self.manager.allocator.evictions = 0
+        self._recent.clear()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks nobody references, e.g. after changing the model's weights."""
+        self.manager.allocator.reset_cache()
+
+    def check(self) -> None:
+        """Raise AssertionError on any broken invariant of the pool (DESIGN laws 4 and 5). Between steps."""
+        self.manager.check(self.scheduler.requests())
+        self._store.check_null()
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End all requests, free the pool, give the model its attention back. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._take_in()
+        for request in list(self.scheduler.requests()):
+            self._finish(request, "abort")
+        self._parts.adapter.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_policies(config: EngineConfig) -> None:
+    """Unknown policy names, keys and values fail here, before any model is loaded. Raises ConfigError."""
+    from qkv.assemble import build_policies
+
+    build_policies(config)
+
+
+def _spec(spec: Spec) -> dict[str, Any]:
+    return {"name": spec} if isinstance(spec, str) else dict(spec)
+
+
+def _bar(total: int, progress: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, disable=None if progress else True, unit="request", leave=False)

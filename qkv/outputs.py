@@ -1,0 +1,92 @@
+"""What a request has produced: new tokens, stop conditions, text, metrics.
+
+Takes: a sampled token. Gives: a finish reason or None, and RequestOutput on demand. Does not know about: blocks, steps.
+"""
+
+from dataclasses import dataclass, field
+
+from qkv.sampling import Detokenizer, Tokenizer, find_stop
+from qkv.types import FinishReason, Request, RequestMetrics, RequestOutput, TokenLogprob
+
+
+@dataclass(slots=True)
+class _State:
+    detokenizer: Detokenizer
+    searched: int = 0  # characters already searched for stop strings
+    text: str | None = None  # set when a stop string cut it
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class Outputs:
+    """One state per unfinished request."""
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer, self._eos = tokenizer, eos_token_ids
+        self._states: dict[int, _State] = {}
+
+    def append(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> FinishReason | None:
+        """Add a token; why the request ends here, if it does. The stop token belongs to token_ids, not to the text."""
+        state = self._state(request)
+        request.token_ids.append(token)
+        request.token_times.append(now)
+        if logprob is not None:
+            state.logprobs.append(logprob)
+        params = request.params
+        if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
+            return "stop"
+        if params.stop:
+            text = state.detokenizer.update(request.token_ids[request.prompt_len :])
+            at = find_stop(text, params.stop, state.searched)
+            if at >= 0:
+                state.text = text[:at]
+                return "stop"
+            state.searched = len(text)
+        if len(request.token_ids) - request.prompt_len >= request.max_tokens:
+            return "length"
+        return None
+
+    def output(self, request: Request) -> RequestOutput:
+        """The request as it stands; final when it has a finish_reason."""
+        state = self._state(request)
+        tokens = request.token_ids[request.prompt_len :]
+        if state.text is None:
+            shown = tokens
+            if request.finish_reason == "stop" and tokens:  # a stop string would have set the text
+                shown = tokens[:-1]
+            done = request.finish_reason is not None
+            text = state.detokenizer.finish(shown) if done else state.detokenizer.update(shown)
+        else:
+            text = state.text
+        return RequestOutput(
+            id=request.id,
+            prompt_token_ids=request.token_ids[: request.prompt_len],
+            token_ids=tokens,
+            text=text,
+            finish_reason=request.finish_reason,
+            metrics=request_metrics(request),
+            logprobs=list(state.logprobs) if request.params.logprobs is not None else None,
+            error=request.error,
+        )
+
+    def forget(self, request_id: int) -> None:
+        self._states.pop(request_id, None)
+
+    def _state(self, request: Request) -> _State:
+        if request.id not in self._states:
+            self._states[request.id] = _State(Detokenizer(self._tokenizer))
+        return self._states[request.id]
+
+
+def request_metrics(request: Request) -> RequestMetrics:
+    """Times in seconds since arrival; tpot is the mean over the tokens after the first."""
+    times = request.token_times
+    metrics = RequestMetrics(cached_tokens=request.cached_tokens, preemptions=request.preemptions)
+    if request.first_scheduled is not None:
+        metrics.queue_time = request.first_scheduled - request.arrival
+    if times:
+        metrics.ttft = times[0] - request.arrival
+        metrics.e2e = times[-1] - request.arrival
+        metrics.itl = [b - a for a, b in zip(times, times[1:], strict=False)]
+    if len(times) > 1:
+        metrics.tpot = (times[-1] - times[0]) / (len(times) - 1)
+    return metrics

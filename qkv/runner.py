@@ -1,0 +1,181 @@
+"""Turns a StepPlan into tensors, runs the model, and says whose logits are whose.
+
+Takes: a StepPlan. Gives: logits. Does not know about: queues, policies, sampling, text.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from qkv.attention.base import AttentionBackend, Observer, Reads, StepContext
+from qkv.layout import AttentionMetadata
+from qkv.metrics.recorder import Recorder
+from qkv.types import Request, StepPlan
+
+if TYPE_CHECKING:
+    from qkv.attention.hf import HFAdapter
+
+DETERMINISTIC_ROWS = 16  # fewer than 4 rows take another path in the matrix library, with other last bits
+MIN_ROWS = 2  # one row specialises under torch.compile
+
+
+class Scored(NamedTuple):
+    """Logits of a scoring request: row i of the slice predicts token first + i."""
+
+    request: Request
+    first: int
+    rows: slice
+
+
+@dataclass(slots=True)
+class StepResult:
+    """logits [n, V]: one row per request that gets a new token, in plan order, then the rows of scoring requests."""
+
+    logits: torch.Tensor | None
+    scored: list[Scored]
+
+
+class Runner:
+    """Metadata buffers are allocated once, at maximum size, and filled in place. Block tables are kept between steps and
+    only extended, so a step costs what changed and not what the context holds."""
+
+    def __init__(
+        self,
+        adapter: "HFAdapter",
+        backend: AttentionBackend,
+        recorder: Recorder,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_blocks: int,
+        reads: Reads,
+        deterministic: bool,
+    ) -> None:
+        self.adapter, self.backend, self.recorder, self.reads = adapter, backend, recorder, reads
+        self.block_size = block_size
+        self.row_multiple = DETERMINISTIC_ROWS if deterministic else 1
+        self.observer: Observer | None = None
+        T, R = max_num_tokens + DETERMINISTIC_ROWS, max_num_seqs
+        device = adapter.device
+        self._input_ids = _Buffer((T,), torch.int64, device)
+        self._positions = _Buffer((T,), torch.int64, device)
+        self._slots = _Buffer((T,), torch.int64, device)
+        self._seq_lens = _Buffer((R,), torch.int32, device)
+        self._query_start = _Buffer((R + 1,), torch.int32, device)
+        self._block_table = _Buffer((R, max_blocks), torch.int32, device)
+        self._tables = np.zeros((R, max_blocks), np.int32)  # a row per running request, whatever its place in the batch
+        self._rows: dict[int, int] = {}  # request id -> row of _tables
+        self._free_rows = list(range(R - 1, -1, -1))
+        self._synced = [0] * R  # blocks of the request that the row reflects
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """One forward over the plan's tokens."""
+        if not plan.num_tokens:
+            return StepResult(None, [])
+        meta, rows = self._metadata(plan)
+        index, scored = self._logits_index(plan, meta)
+        context = StepContext(self.backend, meta, self.observer)
+        logits = self.adapter.forward(
+            self._input_ids.device(rows), self._positions.device(rows), torch.tensor(index, device=self.adapter.device), context
+        )
+        return StepResult(logits, scored)
+
+    def forget(self, request: Request) -> None:
+        """The request holds no device blocks any more."""
+        row = self._rows.pop(request.id, None)
+        if row is not None:
+            self._tables[row] = 0
+            self._synced[row] = 0
+            self._free_rows.append(row)
+
+    def _metadata(self, plan: StepPlan) -> tuple[AttentionMetadata, int]:
+        """Fill the buffers. Returns the metadata and the number of rows, padding included."""
+        chunks = [(r, r.num_computed, r.num_computed + 1) for r in plan.decodes] + list(plan.prefills)
+        B, ids, positions, slots = self.block_size, self._input_ids.host, self._positions.host, self._slots.host
+        starts, lens, table_rows, at = [0], [], [], 0
+        for request, start, end in chunks:
+            row = self._sync(request)
+            n = end - start
+            ids[at : at + n] = request.token_ids[start:end]
+            where = np.arange(start, end)
+            positions[at : at + n] = where
+            slots[at : at + n] = self._tables[row, where // B].astype(np.int64) * B + where % B
+            at += n
+            starts.append(at)
+            lens.append(end)
+            table_rows.append(row)
+            self._count_pairs(n, end)
+        padded = max(MIN_ROWS, -(-at // self.row_multiple) * self.row_multiple)
+        ids[at:padded], positions[at:padded], slots[at:padded] = 0, 0, -1
+        R, M = len(chunks), -(-max(lens) // B)
+        self._seq_lens.host[:R] = lens
+        self._query_start.host[: R + 1] = starts
+        self._block_table.host[:R, :M] = self._tables[table_rows, :M]
+        meta = AttentionMetadata(
+            block_table=self._block_table.device(R)[:, :M],
+            seq_lens=self._seq_lens.device(R),
+            query_start=self._query_start.device(R + 1),
+            slots=self._slots.device(padded),
+            positions=self._positions.device(padded),
+            seq_lens_list=lens,
+            query_start_list=starts,
+            num_decodes=len(plan.decodes),
+            block_size=B,
+        )
+        return meta, padded
+
+    def _sync(self, request: Request) -> int:
+        """The request's row of the table, extended by the blocks it got since the last step."""
+        if request.id not in self._rows:
+            self._rows[request.id] = self._free_rows.pop()
+        row = self._rows[request.id]
+        known, now = self._synced[row], len(request.blocks)
+        if known != now:
+            self._tables[row, known:now] = request.blocks[known:]
+            self._synced[row] = now
+        return row
+
+    def _logits_index(self, plan: StepPlan, meta: AttentionMetadata) -> tuple[list[int], list[Scored]]:
+        """Rows whose logits are wanted: the last of each request that gets a token, then all wanted ones of scoring requests."""
+        index = list(range(len(plan.decodes)))
+        scoring: list[tuple[Request, int, range]] = []
+        for i, chunk in enumerate(plan.prefills, start=len(plan.decodes)):
+            request, base = chunk.request, meta.query_start_list[i] - chunk.start
+            if request.score_from is not None:
+                first = max(request.score_from, request.scored_to, chunk.start + 1)  # position p predicts token p + 1
+                if first <= chunk.end:
+                    scoring.append((request, first, range(base + first - 1, base + chunk.end)))
+            elif chunk.completes:
+                index.append(base + chunk.end - 1)
+        scored = []
+        for request, first, rows in scoring:
+            scored.append(Scored(request, first, slice(len(index), len(index) + len(rows))))
+            index += rows
+        if not index:
+            index = [0]  # nothing is wanted, but a model call needs a row
+        index += index[-1:] * (-len(index) % self.row_multiple)
+        return index, scored
+
+    def _count_pairs(self, queries: int, keys: int) -> None:
+        """(query, key) pairs under the causal mask; with reads=raw the pairs within the call did not come from the cache."""
+        earlier = queries * (keys - queries)
+        fresh = queries * (queries + 1) // 2
+        self.recorder.pairs_attended += earlier + fresh
+        self.recorder.pairs_from_cache += earlier + (fresh if self.reads == "cache" else 0)
+
+
+class _Buffer:
+    """A fixed array on the host and, where the device is another, its copy there."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._tensor = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self.host = self._tensor.numpy()
+        self._copy = None if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+    def device(self, n: int) -> torch.Tensor:
+        """The first n rows, on the model's device."""
+        if self._copy is None:
+            return self._tensor[:n]
+        return self._copy[:n].copy_(self._tensor[:n], non_blocking=True)

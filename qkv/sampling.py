@@ -1,0 +1,106 @@
+"""Logits to tokens, and tokens to text.
+
+Takes: one row of logits per request. Gives: a token id each, log-probabilities where asked for, text as it becomes whole.
+Does not know about: scheduling, the cache.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from qkv.types import SamplingParams, TokenLogprob
+
+
+class Tokenizer(Protocol):
+    """The two calls of a Hugging Face tokenizer used here."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+
+
+class Sampler:
+    """One generator per sampling request, so that a request's samples do not depend on its batch."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._generators: dict[int, torch.Generator] = {}
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[tuple[int, SamplingParams]]) -> list[int]:
+        """logits [R, V]; requests: (id, params) per row. Returns R token ids. One synchronisation for all greedy rows."""
+        tokens: list[int] = logits.argmax(-1).tolist()
+        for row, (request_id, params) in enumerate(requests):
+            if params.temperature > 0:
+                tokens[row] = self._draw(logits[row].float(), request_id, params)
+        return tokens
+
+    def forget(self, request_id: int) -> None:
+        self._generators.pop(request_id, None)
+
+    def _draw(self, logits: torch.Tensor, request_id: int, params: SamplingParams) -> int:
+        if request_id not in self._generators:
+            # Without a seed of its own a request draws from the engine's seed and its number, which is its order of arrival.
+            seed = params.seed if params.seed is not None else self._seed * 1_000_003 + request_id
+            self._generators[request_id] = torch.Generator(device="cpu").manual_seed(seed % 2**63)
+        probs = filter_logits(logits, params).softmax(-1)
+        return int(torch.multinomial(probs.cpu(), 1, generator=self._generators[request_id]))
+
+
+def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Temperature, then top_k, top_p and min_p, in that order. logits [V] float32; removed tokens get -inf."""
+    logits = logits / params.temperature
+    if 0 < params.top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
+    if params.top_p < 1:
+        probs, order = logits.softmax(-1).sort(descending=True)
+        beyond = probs.cumsum(-1) - probs >= params.top_p  # the token that crosses top_p stays
+        logits = logits.index_fill(0, order[beyond], -torch.inf)
+    if params.min_p > 0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < params.min_p * probs.max(), -torch.inf)
+    return logits
+
+
+def token_logprob(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
+    """Log-probability of `token` and of the `top` best alternatives, before any filter. logits [V]."""
+    logprobs = logits.float().log_softmax(-1)
+    values, ids = logprobs.topk(top)
+    return TokenLogprob(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+class Detokenizer:
+    """Text of a growing token list. Holds back the end while it may be half a character."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self.text = ""
+        self._done = 0  # tokens whose text is in self.text
+        self._context = 0  # start of the tokens decoded together with new ones, so that word joins come out right
+
+    def update(self, tokens: Sequence[int]) -> str:
+        """All output tokens so far -> all text so far."""
+        if self._tokenizer is None:
+            return ""
+        before = self._decode(tokens[self._context : self._done])
+        now = self._decode(tokens[self._context :])
+        if len(now) > len(before) and not now.endswith("�"):
+            self.text += now[len(before) :]
+            self._context, self._done = self._done, len(tokens)
+        return self.text
+
+    def finish(self, tokens: Sequence[int]) -> str:
+        """The final text, an unfinished character included."""
+        if self._tokenizer is not None:
+            self.update(tokens)
+            self.text += self._decode(tokens[self._context :])[len(self._decode(tokens[self._context : self._done])) :]
+            self._context = self._done = len(tokens)
+        return self.text
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def find_stop(text: str, stops: Sequence[str], searched: int) -> int:
+    """Where the first stop string begins, or -1. The first `searched` characters were searched before."""
+    hits = [text.find(s, max(0, searched - len(s) + 1)) for s in stops]
+    return min((h for h in hits if h >= 0), default=-1)
