@@ -53,7 +53,7 @@ policy: $(STAMP) ## a new policy to fill in: make policy KIND=evictor NAME=gdsf
 	@$(PY) -m experiments.new_policy create "$(KIND)" "$(NAME)"
 
 check-policy: $(STAMP) ## its contracts and a one-minute experiment: make check-policy NAME=gdsf
-	@$(PY) -m experiments.new_policy check "$(NAME)"
+	@$(PY) -m experiments.new_policy check "$(NAME)" $(KIND)
 
 clean: ## remove .venv and the tools' caches; results stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

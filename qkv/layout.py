@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
 from qkv_kernels.format import STATIC_SCALES, KVFormat, ScaleKind
 
 __all__ = ["STATIC_SCALES", "AttentionMetadata", "Codes", "HeadFormat", "KVFormat", "LayerShape", "ScaleKind", "Statics"]

@@ -18,8 +18,6 @@ from qkv.errors import ConfigError
 
 T = TypeVar("T")
 
-_hints = functools.cache(typing.get_type_hints)
-
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{p}b": m for p, m in list(_UNITS.items()) if p not in ("", "b")}
 _UNITS |= {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")}
@@ -50,7 +48,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     Nested dataclass fields take mappings.
     """
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     out: dict[str, Any] = {}
     for key, value in values.items():
         if key not in fields:
@@ -78,8 +76,13 @@ def require(ok: bool, field: str, value: object, allowed: str) -> None:
 
 def check_types(instance: Any) -> None:
     """Raise ConfigError unless every field of a dataclass that users construct by hand fits its annotation."""
-    for name, hint in _hints(type(instance)).items():
+    for name, hint in _hints(type(instance)).items():  # type: ignore[arg-type]
         _coerce(getattr(instance, name), hint, name)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:

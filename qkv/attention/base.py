@@ -88,7 +88,7 @@ def choose_backend(
         if reason:
             raise ConfigError(f"attention.backend={name} cannot run this configuration: {reason}. Try attention.backend=auto")
         return backend, f"{name}: asked for"
-    reasons = []
+    reasons: list[str] = []
     for candidate in sorted(BACKENDS.names(), key=lambda n: (not BACKENDS.get(n).fused, n)):
         backend = BACKENDS.build(candidate)
         reason = refusal(backend)

@@ -1,0 +1,49 @@
+"""One line for people: how K and V are stored, at how many bits."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from qkv.layout import Codes, HeadFormat, KVFormat, LayerShape
+from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
+from qkv.scales import ScaleFile
+from qkv.validate import require
+
+FORMAT = KVFormat(bits=8, storage=torch.int8, scale="token")  # what the store allocates and the kernels read
+
+
+@QUANTIZERS.register("template")
+@dataclass
+class Template(Quantizer):
+    """Starting point: int8 codes with one scale per token and head, the outermost values clipped.
+
+    Source: where the idea comes from; Differs: what this does otherwise. The fields are the policy's settings.
+    """
+
+    encode_rule = "custom"  # the encode below runs as it stands; reading is fused wherever a kernel knows the format
+    clip: float = 1.0
+
+    _layers: list[LayerShape] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require(0 < self.clip <= 1, "clip", self.clip, "above 0 and at most 1")
+
+    def bind(self, layers: list[LayerShape], scales: ScaleFile | None, dtype: torch.dtype, device: torch.device) -> None:
+        self._layers = layers
+
+    def formats(self, layer: int) -> list[HeadFormat]:
+        return [HeadFormat(range(self._layers[layer].H), FORMAT, FORMAT)]
+
+    def encode_k(self, x: torch.Tensor, layer: int, part: int = 0) -> Codes:
+        """x [T, H, D] -> data [T, H, D] int8, scale [T, H] float16. Row i may depend on x[i] only."""
+        x = x.float()
+        scale = (x.abs().amax(-1) * self.clip / 127).clamp(2**-24, 65504).half()  # codes are computed from it as stored
+        return Codes((x / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale)
+
+    def decode_k(self, codes: Codes, layer: int, dtype: torch.dtype, part: int = 0) -> torch.Tensor:
+        assert codes.scale is not None
+        limit = torch.finfo(dtype).max  # the rounded scale may reach a little further than dtype does
+        return (codes.data.float() * codes.scale.float()[..., None]).clamp(-limit, limit).to(dtype)
+
+    encode_v = encode_k
+    decode_v = decode_k
