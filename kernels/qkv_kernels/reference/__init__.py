@@ -1,0 +1,1 @@
+"""Reference kernels: obvious torch, the definition that fused kernels are compared with."""

@@ -1,0 +1,199 @@
+"""Paged attention over stored codes. The definition that kernels are compared with.
+
+Takes: queries, the pool planes of K and V of one head range, block tables. Gives: attention output.
+Does not know about: layers, quantizers, how rows were encoded or written.
+
+Legend: T rows · R requests of one group · t rows per request in the group · m blocks · B block size · S = m * B keys ·
+H kv heads · Hq query heads · G = Hq / H · D head dim.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from qkv_kernels.format import KVFormat
+from qkv_kernels.reference import codec
+
+KEYS_PER_GROUP = 65536  # decodes are batched until their padded keys reach this many: bounds memory
+QUERY_ROWS = 256  # rows of a prefill chunk scored at a time: bounds memory, and skips keys no row of them sees
+TILE_Q, TILE_K = 16, 64  # tiles of the deterministic path
+
+
+class Plane(NamedTuple):
+    """K or V of one head range: pool planes [N, H, B, ...] and static parameters, as KVFormat says."""
+
+    fmt: KVFormat
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    static_scale: torch.Tensor | None = None
+    static_zero: torch.Tensor | None = None
+
+
+class Rule(NamedTuple):
+    """How one layer attends. window: a query at p sees keys k with p - k < window. sinks [Hq]: one more logit per head."""
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+def attend(
+    q: torch.Tensor,
+    k: Plane,
+    v: Plane,
+    block_table: torch.Tensor,
+    positions: torch.Tensor,
+    query_start: list[int],
+    seq_lens: list[int],
+    num_decodes: int,
+    rule: Rule,
+    raw: tuple[torch.Tensor, torch.Tensor] | None = None,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Causal attention of each row over the stored keys of its request, itself included.
+
+    q [T, Hq, Dk]; block_table [R, M] int32; positions [T] int64; rows query_start[r] to query_start[r+1] belong to request r,
+    which has seq_lens[r] keys; the first num_decodes requests have one row each. raw: K [T, H, Dk] and V [T, H, Dv] of
+    the rows, read instead of what is stored for them. deterministic: a row's result does not depend, to the bit, on what
+    else is in the call, on chunking or on the block size. Returns [T, Hq, Dv] in q's dtype; zeros for padding rows.
+    """
+    H = k.codes.shape[1]
+    T, Hq, _ = q.shape
+    queries = q.to(torch.float64 if q.dtype == torch.float64 else torch.float32).unflatten(1, (H, Hq // H))
+    out = q.new_zeros(T, Hq, v.codes.shape[-1] * (2 if v.fmt.bits == 4 else 1))
+    for first, last in _groups(seq_lens, num_decodes):
+        rows = slice(query_start[first], query_start[last])
+        R, t = last - first, (rows.stop - rows.start) // (last - first)
+        if t == 0:
+            continue
+        q_pos = positions[rows].view(R, t)
+        keys, values, k_pos = _read(
+            k, v, block_table[first:last], q_pos, max(seq_lens[first:last]), rule.window, queries.dtype, deterministic
+        )
+        if raw is not None:
+            request, where = torch.arange(R, device=q.device)[:, None], q_pos - k_pos[:, :1]
+            keys[request, :, where] = raw[0][rows].to(keys.dtype).unflatten(0, (R, t))
+            values[request, :, where] = raw[1][rows].to(keys.dtype).unflatten(0, (R, t))
+        core = _tiled if deterministic else _dense
+        result = core(queries[rows].unflatten(0, (R, t)), keys, values, q_pos, k_pos, rule)
+        out[rows] = result.flatten(2, 3).flatten(0, 1).to(q.dtype)
+    return out
+
+
+def _groups(seq_lens: list[int], num_decodes: int) -> list[tuple[int, int]]:
+    """Requests [first, last) worked on together: decodes by the batch, prefill chunks one by one."""
+    step = max(1, KEYS_PER_GROUP // max(seq_lens[:num_decodes], default=1))
+    starts = list(range(0, num_decodes, step)) + list(range(num_decodes, len(seq_lens)))
+    return list(zip(starts, [*starts[1:], len(seq_lens)], strict=True))
+
+
+def _read(
+    k: Plane, v: Plane, table: torch.Tensor, q_pos: torch.Tensor, length: int, window: int | None, dtype: torch.dtype, tiled: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values [R, H, S, Dk], [R, H, S, Dv] and positions [R, S] of the keys that the rows at q_pos [R, t] can see.
+
+    V is zero wherever no row sees it, so that garbage in free pages (0 * NaN) stays out.
+    """
+    B = k.codes.shape[2]
+    last = q_pos[:, -1:]
+    oldest = q_pos[:, :1] - (window - 1 if window else length)  # before this nothing is visible
+    if tiled:  # whole tiles from position 0
+        first_block, count = torch.zeros_like(last), -(-length // TILE_K) * TILE_K
+    else:
+        first_block = oldest.clamp(min=0) // B
+        count = length if window is None else min(length, window + q_pos.shape[1] + B - 2)
+    blocks = first_block + torch.arange(-(-count // B), device=table.device)
+    table = table.gather(1, blocks.clamp(max=table.shape[1] - 1))
+    k_pos = (blocks[..., None] * B + torch.arange(B, device=table.device)).flatten(1)
+    keys, values = _gather(k, table, dtype), _gather(v, table, dtype)
+    if tiled:
+        keys, values, k_pos = keys[:, :, :count], values[:, :, :count], k_pos[:, :count]
+    unseen = (k_pos > last) | (k_pos < oldest)
+    return keys, values.masked_fill(unseen[:, None, :, None], 0), k_pos
+
+
+def _gather(plane: Plane, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Blocks table [R, m] of a plane, decoded: [R, H, m * B, D]."""
+
+    def rows(pool: torch.Tensor) -> torch.Tensor:  # [N, H, B, ...] -> [R, S, H, ...], each head's keys side by side in memory
+        stored = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
+        pages = stored.index_select(0, table.flatten()).unflatten(0, table.shape)
+        return pages.transpose(1, 2).flatten(2, 3).transpose(1, 2).view(pool.dtype)
+
+    scale, zero = (None if pool is None else rows(pool) for pool in (plane.scale, plane.zero))
+    values = codec.decode(rows(plane.codes), scale, zero, plane.fmt, dtype, plane.static_scale, plane.static_zero)
+    return values.transpose(1, 2)
+
+
+def _visible(q_pos: torch.Tensor, k_pos: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[R, t], [R, S] -> bool [R, t, S]: what each row may see."""
+    distance = q_pos[:, :, None] - k_pos[:, None, :]
+    return (distance >= 0) & (distance < window) if window else distance >= 0
+
+
+def _logits(q: torch.Tensor, keys: torch.Tensor, rule: Rule) -> torch.Tensor:
+    scores = torch.matmul(q, keys.transpose(-1, -2)).mul_(rule.scaling)
+    return scores if rule.softcap is None else (scores / rule.softcap).tanh_().mul_(rule.softcap)
+
+
+def _dense(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, q_pos: torch.Tensor, k_pos: torch.Tensor, rule: Rule
+) -> torch.Tensor:
+    """q [R, t, H, G, D] over keys [R, H, S, D]: the textbook. Returns [R, t, H, G, Dv]."""
+    R, t, H, G, D = q.shape
+    outs = []
+    for row in range(0, t, QUERY_ROWS):
+        some, pos = q[:, row : row + QUERY_ROWS], q_pos[:, row : row + QUERY_ROWS]
+        low, high = 0, keys.shape[2]
+        if t > 1:  # one request: leave out the keys that none of these rows sees
+            start, first, last = (int(p) for p in (k_pos[0, 0], pos[0, 0], pos[0, -1]))
+            high = min(high, last + 1 - start)
+            low = max(0, first + 1 - rule.window - start) if rule.window else 0
+        K, V, seen = keys[:, :, low:high], values[:, :, low:high], _visible(pos, k_pos[:, low:high], rule.window)
+        n, S = some.shape[1], high - low
+        scores = _logits(some.permute(0, 2, 3, 1, 4).reshape(R, H, G * n, D), K, rule).view(R, H, G, n, S)
+        scores.masked_fill_(~seen[:, None, None], -torch.inf)
+        if rule.sinks is not None:
+            sinks = rule.sinks.to(scores.dtype).view(1, H, G, 1, 1).expand(R, H, G, n, 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., :S].reshape(R, H, G * n, S)
+        outs.append((weights @ V).view(R, H, G, n, -1).permute(0, 3, 1, 2, 4))
+    return torch.cat(outs, 1)
+
+
+def _tiled(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, q_pos: torch.Tensor, k_pos: torch.Tensor, rule: Rule
+) -> torch.Tensor:
+    """The same with a fixed order of operations: products of 16 x 64 only, keys in tiles counted from position 0.
+
+    Online softmax over key tiles (Milakov and Gimelshein 2018). A tile that a row cannot see changes nothing in its sums, to
+    the bit, so it does not matter how many such tiles there are. CPU matrix products of fixed shape give a row the same
+    bits wherever it stands in the tile or in the batch; products of 1 to 3 rows would not.
+    """
+    R, t, H, G, D = q.shape
+    tiles = -(-t * G // TILE_Q)
+    pad = tiles * TILE_Q - t * G
+    request = torch.arange(R, device=q.device).repeat_interleave(tiles)
+    rows = torch.nn.functional.pad(q.transpose(2, 3).flatten(1, 2), (0, 0, 0, 0, 0, pad))  # [R, t * G + pad, H, D]
+    rows = rows.view(R * tiles, TILE_Q, H, D).transpose(1, 2).contiguous()
+    pos = torch.nn.functional.pad(q_pos.repeat_interleave(G, 1), (0, pad)).view(R * tiles, TILE_Q)
+    if rule.sinks is None:
+        best, total = rows.new_full((R * tiles, H, TILE_Q, 1), torch.finfo(rows.dtype).min), rows.new_zeros(1)
+    else:
+        heads = torch.arange(t * G + pad, device=q.device).remainder(G).repeat(R).view(R * tiles, TILE_Q)
+        best = rule.sinks.to(rows.dtype).view(H, G)[:, heads].transpose(0, 1).unsqueeze(-1).contiguous()
+        total = rows.new_ones(1)
+    out = rows.new_zeros(1)
+    for start in range(0, keys.shape[2], TILE_K):
+        tile = slice(start, start + TILE_K)
+        seen = _visible(pos, k_pos[:, tile][request], rule.window)
+        scores = _logits(rows, keys[:, :, tile][request], rule).masked_fill_(~seen[:, None], -torch.inf)
+        higher = torch.maximum(best, scores.amax(-1, keepdim=True))
+        weights, fade = (scores - higher).exp_(), (best - higher).exp_()
+        total = total * fade + weights.sum(-1, keepdim=True)
+        out = out * fade + torch.matmul(weights, values[:, :, tile][request])
+        best = higher
+    out = (out / total).transpose(1, 2).reshape(R, tiles * TILE_Q, H, -1)[:, : t * G]
+    return out.unflatten(1, (t, G)).transpose(2, 3)

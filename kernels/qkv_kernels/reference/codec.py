@@ -1,0 +1,148 @@
+"""Encode and decode of every token-unit affine format, driven by KVFormat. The definition that kernels are compared with.
+
+A code q is a signed integer (or an fp8 number); its value is q * scale, (q - zero) * scale with zero="code", or
+q * scale + zero with zero="float". Rules, each implied by the format:
+
+    raw      no scale and at least 16 bits: the value itself
+    static   scale and zero are given
+    absmax   dynamic, zero="none":  scale = absmax / qmax,  q in [-qmax, qmax]
+    minmax   dynamic, with a zero:  [min, max] onto all codes
+
+Scales and zeros are rounded to `scale_dtype` first and codes are computed from them as stored, so that decoding uses
+exactly what encoding used. All arithmetic is IEEE float32 (float64 for float64 input), rounding is half to even.
+Does not know about: pools, blocks, attention.
+"""
+
+import torch
+
+from qkv_kernels.format import STATIC_SCALES, KVFormat
+
+Encoded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+MIN_SCALE = 2.0**-24  # smallest positive float16: constant and zero rows divide by this instead of by zero
+
+
+def refusal(fmt: KVFormat, D: int) -> str | None:
+    """None if this codec handles the format at head dim D, else the reason."""
+    if fmt.unit != "token":
+        return f"the reference codec encodes single tokens, not {fmt.unit}s"
+    if fmt.rotate:
+        return "the reference codec does not rotate"
+    if fmt.raw:
+        return None if fmt.storage.is_floating_point else f"raw storage must be a float type, not {fmt.storage}"
+    if fmt.bits not in (8, 4):
+        return f"the reference codec has no {fmt.bits}-bit codes"
+    if fmt.group is not None and D % fmt.group:
+        return f"head dim {D} is not a multiple of the scale group {fmt.group}"
+    if fmt.bits == 4 and (D % 2 or fmt.storage != torch.uint8):
+        return f"4-bit codes need an even head dim (got {D}) and uint8 storage (got {fmt.storage})"
+    is_float = fmt.storage.is_floating_point
+    if fmt.bits == 8 and not (is_float or fmt.storage == torch.int8):
+        return f"8-bit codes are int8 or fp8, not {fmt.storage}"
+    return "fp8 codes take no zero point" if is_float and fmt.zero != "none" else None
+
+
+def encode(
+    x: torch.Tensor, fmt: KVFormat, static_scale: torch.Tensor | None = None, static_zero: torch.Tensor | None = None
+) -> Encoded:
+    """x [T, H, D] -> (data [T, H, Dp], scale, zero); scale and zero [T, H] or [T, H, D/group], None unless dynamic.
+
+    static_scale, static_zero: [], [H] or [H, D], as the format says. Row i depends on x[i] only.
+    """
+    if fmt.raw:
+        return x.to(fmt.storage), None, None
+    x = x.to(_compute_dtype(x.dtype))
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    if fmt.scale in STATIC_SCALES or fmt.scale == "none":
+        scale = zero = None
+        s, z = static_scale, static_zero
+    else:
+        scale, zero = s, z = _choose(x, fmt)
+    if z is not None and fmt.zero == "float":
+        x = x - _spread(z, fmt, x)
+    if s is not None:
+        x = x / _spread(s, fmt, x)
+    if z is not None and fmt.zero == "code":
+        x = x + _spread(z, fmt, x)
+    qmin, qmax = code_range(fmt)
+    if fmt.storage.is_floating_point:  # clamp first: the cast itself gives NaN or inf beyond the largest value
+        return x.clamp(qmin, qmax).to(fmt.storage), scale, zero
+    q = x.round().clamp(qmin, qmax)
+    return (_pack4(q) if fmt.bits == 4 else q.to(fmt.storage)), scale, zero
+
+
+def decode(
+    data: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    fmt: KVFormat,
+    dtype: torch.dtype,
+    static_scale: torch.Tensor | None = None,
+    static_zero: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """data [..., H, Dp] with scale and zero [..., H] or [..., H, D/group] (None unless dynamic) -> [..., H, D] in `dtype`."""
+    if fmt.raw:
+        return data.to(dtype)
+    x = _unpack4(data, _compute_dtype(dtype)) if fmt.bits == 4 else data.to(_compute_dtype(dtype))
+    s, z = (static_scale, static_zero) if scale is None else (scale, zero)
+    if z is not None and fmt.zero == "code":
+        x = x.sub_(_spread(z, fmt, x))
+    if s is not None:
+        x = x.mul_(_spread(s, fmt, x))
+    if z is not None and fmt.zero == "float":
+        x = x.add_(_spread(z, fmt, x))
+    return x.to(dtype)
+
+
+def code_range(fmt: KVFormat) -> tuple[float, float]:
+    """Smallest and largest code. Symmetric integers leave out the lowest one: -x has the negated code of x."""
+    if fmt.storage.is_floating_point:
+        largest = torch.finfo(fmt.storage).max
+        return -largest, largest
+    largest = 2 ** (fmt.bits - 1) - 1
+    return (-largest if fmt.zero == "none" else -largest - 1), largest
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _choose(x: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Dynamic scale and zero of every row (or group of channels), as stored."""
+    rows = x.unflatten(-1, (-1, fmt.group)) if fmt.group else x
+    qmin, qmax = code_range(fmt)
+    if fmt.zero == "none":
+        return _stored_scale(rows.abs().amax(-1) / qmax, fmt), None
+    low, high = rows.aminmax(dim=-1)
+    if fmt.zero == "code":  # the range includes 0, so that the zero point is itself a code
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scale = _stored_scale((high - low) / (qmax - qmin), fmt)
+        return scale, (qmin - low / scale).round().clamp(qmin, qmax).to(fmt.scale_dtype)
+    largest = torch.finfo(fmt.scale_dtype).max
+    zero = (low - (high - low) / (qmax - qmin) * qmin).clamp(-largest, largest).to(fmt.scale_dtype)
+    # The scale reaches both ends from the zero as stored: rounding of the zero never clips.
+    return _stored_scale(torch.maximum((high - zero) / qmax, (low - zero) / qmin), fmt), zero
+
+
+def _stored_scale(scale: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    return scale.clamp(MIN_SCALE, torch.finfo(fmt.scale_dtype).max).to(fmt.scale_dtype)
+
+
+def _spread(s: torch.Tensor, fmt: KVFormat, x: torch.Tensor) -> torch.Tensor:
+    """Scales or zeros shaped to broadcast against x [..., H, D], in x's dtype."""
+    s = s.to(x.dtype)
+    if fmt.scale == "token_group":
+        assert fmt.group is not None
+        return s.repeat_interleave(fmt.group, -1)
+    return s if fmt.scale in ("tensor", "channel") else s[..., None]
+
+
+def _pack4(q: torch.Tensor) -> torch.Tensor:
+    """Signed codes [..., D] -> uint8 [..., D/2]; the low nibble is the first half of D."""
+    low, high = (q + 8).to(torch.uint8).chunk(2, -1)
+    return low | (high << 4)
+
+
+def _unpack4(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([data & 15, data >> 4], -1).to(dtype).sub_(8)

@@ -1,0 +1,178 @@
+"""The tensors of the paged cache: planes per layer and head range, and their copies in host memory.
+
+Takes: formats and sizes. Gives: planes to read and write, byte-exact block copies, the arithmetic of what it takes.
+Does not know about: requests, which block belongs to whom, how codes are made.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from qkv.layout import HeadFormat, KVFormat, LayerShape
+from qkv.types import NULL_BLOCK, BlockId
+
+
+@dataclass(frozen=True)
+class HeadPlanes:
+    """Pool tensors of one head range of one layer; shapes as in layout.py, None where scales are static or absent."""
+
+    heads: range
+    k_format: KVFormat
+    v_format: KVFormat
+    k_codes: torch.Tensor
+    v_codes: torch.Tensor
+    k_scale: torch.Tensor | None
+    k_zero: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    v_zero: torch.Tensor | None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every plane that exists, in the order a host block concatenates them."""
+        planes = (self.k_codes, self.k_scale, self.k_zero, self.v_codes, self.v_scale, self.v_zero)
+        return [p for p in planes if p is not None]
+
+
+class KVStore:
+    """num_blocks blocks of block_size tokens (block 0 is the null block, always zero) and host_blocks blocks to swap to.
+
+    formats: one list per layer, as Quantizer.formats() gives them. fingerprint: identity of what the bytes mean, beyond
+    the layout. poison: fill all pages but the null block with NaN, to show that nothing reads what was not written.
+    """
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        formats: list[list[HeadFormat]],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        host_blocks: int = 0,
+        fingerprint: str = "",
+        poison: bool = False,
+    ) -> None:
+        self.layers, self.formats = layers, formats
+        self.num_blocks, self.block_size, self.device, self.host_blocks = num_blocks, block_size, device, host_blocks
+        self._planes = [[self._allocate(layer, r) for r in ranges] for layer, ranges in zip(layers, formats, strict=True)]
+        self._tensors = [t for ranges in self._planes for p in ranges for t in p.tensors]
+        self._host: torch.Tensor | None = None
+        sizes = [f"{la.index}:{r.heads}:{la.Dk}:{la.Dv}:{r.k.fingerprint()}/{r.v.fingerprint()}" for la, r in self._ranges()]
+        self.fingerprint = f"{fingerprint}|{block_size}|{';'.join(sizes)}"
+        self.block_bytes = block_bytes(layers, formats, block_size)
+        self.pool_bytes = num_blocks * self.block_bytes
+        if poison:
+            self.poison_blocks([b for b in range(num_blocks) if b != NULL_BLOCK])
+
+    def planes(self, layer: int) -> list[HeadPlanes]:
+        """Planes of a layer (position in `layers`), one entry per head range."""
+        return self._planes[layer]
+
+    def copy_out(self, device_ids: list[BlockId], host_ids: list[BlockId]) -> None:
+        """Device blocks to host blocks, byte for byte. Raises ValueError for ids out of range or lists of unequal length."""
+        host, source = self._host_pool(), self._checked(device_ids, host_ids)
+        target, offset = torch.tensor(host_ids, dtype=torch.int64), 0
+        for plane in self._bytes():
+            rows = plane.index_select(0, source)
+            host[:, offset : offset + plane.shape[1]].index_copy_(0, target, rows.cpu())
+            offset += plane.shape[1]
+
+    def copy_in(self, device_ids: list[BlockId], host_ids: list[BlockId]) -> None:
+        """Host blocks to device blocks, byte for byte. Raises ValueError for ids out of range or lists of unequal length."""
+        host, target = self._host_pool(), self._checked(device_ids, host_ids)
+        source, offset = torch.tensor(host_ids, dtype=torch.int64), 0
+        for plane in self._bytes():
+            rows = host[:, offset : offset + plane.shape[1]].index_select(0, source)
+            plane.index_copy_(0, target, rows.to(self.device))
+            offset += plane.shape[1]
+
+    def poison_blocks(self, ids: list[BlockId]) -> None:
+        """Fill blocks with garbage that shows: NaN for floats and fp8, 127 for integer codes. Never the null block."""
+        where = self._checked(ids)
+        for plane in self._tensors:
+            if plane.dtype.itemsize == 1:  # 0x7F is NaN in both fp8 formats, 127 in int8
+                plane.view(torch.uint8).index_fill_(0, where, 0x7F)
+            else:
+                plane.index_fill_(0, where, torch.nan)
+
+    def check_null(self) -> None:
+        """Raises AssertionError if anything was ever written to the null block."""
+        for i, ranges in enumerate(self._planes):
+            if any(bool(t[NULL_BLOCK].flatten().view(torch.uint8).any()) for p in ranges for t in p.tensors):
+                raise AssertionError(f"the null block was written: layer {self.layers[i].index}")
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory allocated for swapping: none until the first swap."""
+        return 0 if self._host is None else self._host.numel()
+
+    def memory_report(self) -> dict[str, float]:
+        """What the cache takes, by DESIGN's formula. Bytes, except effective_bits_* (marginal bits per element of a full block).
+
+        pool_bytes includes the null block; scale_bytes are scales and zeros, pool and static; allocated_bytes is pool + static.
+        """
+        B, N = self.block_size, self.num_blocks
+        codes = elements_k = elements_v = bytes_k = bytes_v = static = 0
+        for layer, r in self._ranges():
+            H = len(r.heads)
+            static += r.k.static_bytes(H, layer.Dk) + r.v.static_bytes(H, layer.Dv)
+            codes += B * H * sum(f.packed_dim(D) * f.storage.itemsize for f, D in ((r.k, layer.Dk), (r.v, layer.Dv)))
+            bytes_k, elements_k = bytes_k + r.k.bytes_per_block(B, H, layer.Dk), elements_k + B * H * layer.Dk
+            bytes_v, elements_v = bytes_v + r.v.bytes_per_block(B, H, layer.Dv), elements_v + B * H * layer.Dv
+        return {
+            "pool_bytes": self.pool_bytes,
+            "static_bytes": static,
+            "scale_bytes": N * (self.block_bytes - codes) + static,
+            "allocated_bytes": self.pool_bytes + static,
+            "kv_bytes_per_token": self.block_bytes / B,
+            "effective_bits_k": 8 * bytes_k / elements_k,
+            "effective_bits_v": 8 * bytes_v / elements_v,
+            "null_block_bytes": self.block_bytes,
+            "host_bytes": self.host_bytes,
+        }
+
+    def _ranges(self) -> list[tuple[LayerShape, HeadFormat]]:
+        return [(layer, r) for layer, ranges in zip(self.layers, self.formats, strict=True) for r in ranges]
+
+    def _allocate(self, layer: LayerShape, r: HeadFormat) -> HeadPlanes:
+        def planes(fmt: KVFormat, D: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+            N, H, B = self.num_blocks, len(r.heads), self.block_size
+            shape = fmt.scale_shape(N, H, B, D)
+            codes = self._zeros((N, H, B, fmt.packed_dim(D)), fmt.storage)
+            scale = self._zeros(shape, fmt.scale_dtype) if shape else None
+            return codes, scale, self._zeros(shape, fmt.scale_dtype) if shape and fmt.zero != "none" else None
+
+        k_codes, k_scale, k_zero = planes(r.k, layer.Dk)
+        v_codes, v_scale, v_zero = planes(r.v, layer.Dv)
+        return HeadPlanes(r.heads, r.k, r.v, k_codes, v_codes, k_scale, k_zero, v_scale, v_zero)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # empty + zero_ touches every page now; zeros would leave the faults to the first requests
+        out = torch.empty(shape, dtype=dtype, device=self.device)
+        out.view(torch.uint8).zero_()
+        return out
+
+    def _bytes(self) -> list[torch.Tensor]:
+        """Every plane as [N, bytes per block] uint8 views."""
+        return [t.flatten(1).view(torch.uint8) for t in self._tensors]
+
+    def _host_pool(self) -> torch.Tensor:
+        if self._host is None:
+            pinned = self.device.type == "cuda"
+            self._host = torch.empty(self.host_blocks, self.block_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._host
+
+    def _checked(self, ids: list[BlockId], host_ids: list[BlockId] | None = None) -> torch.Tensor:
+        if any(not NULL_BLOCK < b < self.num_blocks for b in ids):
+            raise ValueError(f"block ids {ids} must be in 1..{self.num_blocks - 1}; 0 is the null block")
+        if host_ids is not None and (len(ids) != len(host_ids) or any(not 0 <= b < self.host_blocks for b in host_ids)):
+            raise ValueError(f"host block ids {host_ids} must be {len(ids)} ids in 0..{self.host_blocks - 1}")
+        return torch.tensor(ids, dtype=torch.int64, device=self.device)
+
+
+def block_bytes(layers: list[LayerShape], formats: list[list[HeadFormat]], block_size: int) -> int:
+    """Bytes of one block over all layers: what sizing a pool divides by."""
+    return sum(
+        r.k.bytes_per_block(block_size, len(r.heads), layer.Dk) + r.v.bytes_per_block(block_size, len(r.heads), layer.Dv)
+        for layer, ranges in zip(layers, formats, strict=True)
+        for r in ranges
+    )
