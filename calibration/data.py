@@ -63,7 +63,9 @@ class Business(DataSource):
                 bank = [f"# {d['title']}\n\n{d['content']}" for d in json.load(file)]
             manuals = [p.read_text(encoding="utf-8") for p in sorted((domains / "telecom").glob("*.txt"))]
         except (OSError, KeyError, ValueError) as error:
-            raise ConfigError(f"data.business: this version of inspect-evals has other files ({error}). Try inspect-evals==0.28.0") from error
+            raise ConfigError(
+                f"data.business: this version of inspect-evals has other files ({error}). Try inspect-evals==0.28.0"
+            ) from error
         return bank + manuals
 
 
@@ -151,7 +153,9 @@ class Hub(DataSource):
         except Exception as error:  # datasets raises many kinds: offline, unknown name, gated, bad split
             raise ConfigError(f"data.path: cannot load '{self.path}': {str(error).splitlines()[0]}") from error
         if self.field not in rows.column_names:
-            raise ConfigError(f"data.field: '{self.field}' is not in {self.path}; its columns are: {', '.join(rows.column_names)}")
+            raise ConfigError(
+                f"data.field: '{self.field}' is not in {self.path}; its columns are: {', '.join(rows.column_names)}"
+            )
         return [str(row[self.field]) for row in rows.select(range(min(self.limit, len(rows)))) if row[self.field]]
 
 
@@ -175,12 +179,14 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def windows(source: DataSource, tokenizer: Any, count: int, length: int, seed: int = 0, skip: int = 0) -> list[list[int]]:
+def windows(
+    source: DataSource, tokenizer: Any, count: int, length: int, seed: int = 0, skip: int = 0, cycle: bool = False
+) -> list[list[int]]:
     """`count` token lists of exactly `length` ids, after skipping the first `skip` of them: windows never overlap.
 
     Documents are shuffled by `seed`, joined by a blank line and cut, so short documents share a window; where the
-    tokenizer starts every text with a special token (bos), so does each window. Raises ConfigError when the source has
-    too little text.
+    tokenizer starts every text with a special token (bos), so does each window. Too little text raises ConfigError, or
+    with `cycle` is repeated.
     """
     documents = source.documents()
     random.Random(seed).shuffle(documents)
@@ -192,9 +198,10 @@ def windows(source: DataSource, tokenizer: Any, count: int, length: int, seed: i
         if len(stream) >= need:
             break
         stream += encode(tokenizer, text.strip() + "\n\n")
-    if len(stream) < need:
+    if len(stream) < need and not (cycle and stream):
         raise ConfigError(
             f"data.{source.name}: {skip + count} windows of {length} tokens need {need:,} tokens, it has {len(stream):,}. "
             "Ask for fewer or shorter ones, or use larger data"
         )
+    stream *= -(-need // len(stream))
     return [opening + stream[i * body : (i + 1) * body] for i in range(skip, skip + count)]

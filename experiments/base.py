@@ -1,0 +1,113 @@
+"""What an experiment is: a registered dataclass with its settings and a `run`; and the settings all experiments share.
+
+Takes: the resolved configuration as a plain mapping. Gives: validated dataclasses, before any model loads.
+Does not know about: Hydra, what a particular experiment measures.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from calibration.data import DATA, DataSource
+from experiments.loggers import LOGGERS, Logger
+from experiments.record import Record
+from qkv.config import EngineConfig
+from qkv.errors import ConfigError, ModelError
+from qkv.models import resolve
+from qkv.policies.allocator.base import ALLOCATORS
+from qkv.policies.evictor.base import EVICTORS
+from qkv.policies.preemptor.base import PREEMPTORS
+from qkv.policies.quantizer.base import QUANTIZERS
+from qkv.registry import Registry, import_policy_modules
+from qkv.validate import from_mapping, require, suggest
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The requests that speed is measured with, all sent at once. ignore_eos: every request runs to output_tokens."""
+
+    num_requests: int = 16
+    prompt_tokens: int = 512
+    output_tokens: int = 64
+    ignore_eos: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.num_requests >= 1, "num_requests", self.num_requests, "at least 1")
+        require(self.prompt_tokens >= 1, "prompt_tokens", self.prompt_tokens, "at least 1")
+        require(self.output_tokens >= 2, "output_tokens", self.output_tokens, "at least 2 (the first one counts as prefill)")
+
+
+@dataclass
+class Run:
+    """All an experiment gets: validated settings, where to write, whom to tell."""
+
+    engine: EngineConfig
+    data: DataSource
+    workload: Workload
+    logger: Logger
+    record: Record
+    folder: Path
+    progress: bool  # whether the screen is a terminal that can show a progress bar
+
+    def add_row(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Append a row, write the record, tell the logger."""
+        self.record.add_row(row)
+        self.logger.row(row)
+        return row
+
+
+@dataclass
+class Experiment(ABC):
+    """A registered experiment. Its fields are the keys that its YAML adds to the common ones."""
+
+    name: ClassVar[str]
+
+    def check(self) -> None:
+        """Validate what needs policies to be registered. Called before anything is loaded. Raises ConfigError."""
+
+    @abstractmethod
+    def run(self, run: Run) -> None:
+        """Measure, add rows to the record as they are finished, print a table."""
+
+
+EXPERIMENTS: Registry[Experiment] = Registry("experiment", Experiment, "experiments")
+
+
+def build(config: Mapping[str, Any], folder: Path, choice: str | None = None) -> tuple[Experiment, Run]:
+    """Validate the whole configuration (plain mapping, resolved) and open the record. Raises ConfigError.
+
+    choice: name under which the record files it, e.g. `demo`, whose code is `compare`.
+    """
+    values = dict(config)
+    name = values.pop("experiment", None)
+    if not name:
+        raise ConfigError(f"choose what to do: experiment=NAME. Allowed: {', '.join(EXPERIMENTS.names())} (or see --help)")
+    engine_keys = {f.name for f in fields(EngineConfig)}
+    parts = {key: values.pop(key, {}) for key in ("data", "workload", "logger")}
+    engine_values = {key: values.pop(key) for key in list(values) if key in engine_keys}
+
+    import_policy_modules(list(engine_values.get("policy_modules", [])))
+    engine = from_mapping(EngineConfig, engine_values, "config")
+    for registry in (QUANTIZERS, ALLOCATORS, EVICTORS, PREEMPTORS):
+        registry.build(engine_values.get(registry.kind.split()[-1], {}))
+    try:
+        resolve(engine.model)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
+    if engine.scales is not None and not Path(engine.scales).expanduser().is_file():
+        raise ConfigError(f"scales: '{engine.scales}' is not a file; give a scale file, or scales=null to calibrate in memory")
+
+    cls = EXPERIMENTS.get(name)
+    own = {f.name for f in fields(cls) if f.init}
+    for key in values:
+        if key not in own:
+            raise ConfigError(f"unknown key '{key}'; {suggest(key, own | engine_keys | set(parts))}")
+    experiment = from_mapping(cls, values, f"experiment {name}")
+    data, workload = DATA.build(parts["data"]), from_mapping(Workload, parts["workload"], "workload")
+    logger = LOGGERS.build(parts["logger"])
+    experiment.check()
+    record = Record(folder, experiment=choice or name, config=config)
+    return experiment, Run(engine, data, workload, logger, record, folder, progress=sys.stderr.isatty())

@@ -1,0 +1,126 @@
+"""Wording of the command line: --help from what is in conf/, and one clear message for every mistake.
+
+Takes: the configuration folder, exceptions of Hydra and omegaconf. Gives: text.
+Does not know about: experiments, engines.
+"""
+
+import contextlib
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
+
+from qkv.validate import suggest
+
+_PACKAGE_HEADER = "# @package"
+
+
+def register_resolvers(conf: Path) -> None:
+    """${qkv.experiments:} and ${qkv.groups:}, used by the template of --help (conf/hydra/help/qkv.yaml)."""
+    OmegaConf.register_new_resolver("qkv.experiments", lambda: _experiments(conf), replace=True)
+    OmegaConf.register_new_resolver("qkv.groups", lambda: _groups(conf), replace=True)
+
+
+class Once(logging.Filter):
+    """Lets each warning through once: every engine of a comparison repeats it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in self._seen
+        self._seen.add(message)
+        return new
+
+
+def header(file: Path) -> tuple[str, str]:
+    """The two comment lines every YAML of conf/ opens with: the exact command, and what it shows."""
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith(_PACKAGE_HEADER)]
+    command, shows = (line.removeprefix("# ") if line.startswith("# ") else "" for line in [*lines, "", ""][:2])
+    return command, shows
+
+
+def groups(conf: Path) -> dict[str, list[str]]:
+    """Group name -> option names."""
+    folders = sorted(p for p in conf.iterdir() if p.is_dir() and p.name != "hydra")
+    return {folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in folders}
+
+
+def _experiments(conf: Path) -> str:
+    files = sorted((conf / "experiment").glob("*.yaml"))
+    return "\n".join(f"  {file.stem:<16} {header(file)[1]}" for file in files).replace("$", "$$")
+
+
+def _groups(conf: Path) -> str:
+    return "\n".join(f"  {group:<16} {', '.join(options)}" for group, options in groups(conf).items())
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be copied: relative to the working folder where it lies below it."""
+    with contextlib.suppress(ValueError):
+        return str(path.resolve().relative_to(Path.cwd()))
+    return str(path)
+
+
+def remove_if_empty(folder: Path) -> None:
+    """A refused run leaves no folder behind; a folder with anything in it stays."""
+    for candidate in (folder, folder.parent):
+        with contextlib.suppress(OSError):
+            candidate.rmdir()
+
+
+def explain(error: Exception, conf: Path, arguments: Sequence[str]) -> str:
+    """One message for a person: the offending word, what is allowed, what to do."""
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    if isinstance(error, OverrideParseException):
+        return (
+            f"cannot read '{error.override}'. Write key=value; quote lists for the shell, e.g. quantizers='[none,{{name: int8}}]'"
+        )
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"unknown {group} '{option}'; {suggest(option, error.options)}"
+    if isinstance(error, MissingMandatoryValue):
+        key = error.full_key or error.key
+        return f"{key} is needed: add {key}=..."
+    found = re.search(r"Could not (?:override|append|delete)[^']*'([^']+)'", text)
+    if isinstance(error, ConfigCompositionException) and found:
+        return _unknown_key(found[1], conf, arguments)
+    return first if "\n" in text or not text else text
+
+
+def _unknown_key(key: str, conf: Path, arguments: Sequence[str]) -> str:
+    *parents, last = key.split(".")
+    node: object = _composed(conf, arguments)
+    for i, parent in enumerate(parents):
+        inner = node.get(parent) if isinstance(node, DictConfig) else None
+        if not isinstance(inner, DictConfig):
+            if isinstance(node, DictConfig) and parent in node:
+                return f"unknown key '{key}': {'.'.join(parents[: i + 1])} is a value and has no keys"
+            last = parent  # the first part that does not exist is the one to correct
+            break
+        node = inner
+    allowed = [str(k) for k in node] if isinstance(node, DictConfig) else []
+    if node is None or not parents:
+        allowed = sorted({*allowed, *groups(conf)})
+    return f"unknown key '{key}'; {suggest(last, allowed)}"
+
+
+def _composed(conf: Path, arguments: Sequence[str]) -> DictConfig | None:
+    """The configuration with the command line's choices of groups but not its values, for its keys."""
+    known = groups(conf)
+    choices = [a for a in arguments if a.partition("=")[0] in known and a.partition("=")[2] in known[a.partition("=")[0]]]
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            return compose("config", choices)
+    except ConfigCompositionException:
+        return None

@@ -1,0 +1,139 @@
+"""Where results go besides record.json. A logger that fails says so once and never stops the run.
+
+Takes: configuration, rows, plots, the record's path. Gives: nothing back.
+Does not know about: how rows are measured. wandb is imported only when chosen.
+"""
+
+import json
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from experiments.record import plain
+from qkv.registry import Registry
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Logger(ABC):
+    """A sink of results. Registered dataclass = settings = YAML schema."""
+
+    name: ClassVar[str]
+
+    def start(self, folder: Path, experiment: str, config: Mapping[str, Any]) -> None:
+        """Called once, before anything is measured."""
+
+    @abstractmethod
+    def row(self, row: Mapping[str, Any]) -> None:
+        """A finished row of the record."""
+
+    def finish(self, record: Path, plots: list[Path]) -> None:
+        """Called once, also after an error or an interruption."""
+
+
+LOGGERS: Registry[Logger] = Registry("logger", Logger, "experiments")
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{'memory': {'pool_bytes': 1}} -> {'memory/pool_bytes': 1}."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+@LOGGERS.register("none")
+@dataclass
+class NoLogger(Logger):
+    """Nothing besides record.json."""
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        pass
+
+
+@LOGGERS.register("jsonl")
+@dataclass
+class JsonLinesLogger(Logger):
+    """metrics.jsonl in the run's folder: one flat line per finished row."""
+
+    _path: Path | None = field(default=None, init=False, repr=False)
+
+    def start(self, folder: Path, experiment: str, config: Mapping[str, Any]) -> None:
+        self._path = folder / "metrics.jsonl"
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(plain(flatten(row))) + "\n")
+
+
+@LOGGERS.register("wandb")
+@dataclass
+class WandbLogger(Logger):
+    """Weights & Biases: one step per row, a table of all rows, plots as images, record.json as an artifact.
+
+    mode offline writes to the run's folder; `wandb sync` uploads it later.
+    """
+
+    project: str = "qkv"
+    entity: str | None = None
+    mode: Literal["offline", "online", "disabled"] = "offline"
+    group: str | None = None
+    _run: Any = field(default=None, init=False, repr=False)
+    _rows: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
+
+    def start(self, folder: Path, experiment: str, config: Mapping[str, Any]) -> None:
+        try:
+            os.environ.setdefault("WANDB_SILENT", "true")
+            import wandb
+
+            self._run = wandb.init(
+                project=self.project,
+                entity=self.entity,
+                mode=self.mode,
+                group=self.group,
+                job_type=experiment,
+                dir=str(folder),
+                config=plain(config),
+            )
+        except ImportError:
+            log.warning("logger=wandb: the package 'wandb' is not installed (pip install wandb); the run goes on without it")
+        except Exception as error:  # no login, no network, a bad entity: wandb raises many kinds
+            self._give_up(error)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        self._rows.append(plain(flatten(row)))
+        self._try(lambda: self._run.log({k: v for k, v in self._rows[-1].items() if not isinstance(v, list)}))
+
+    def finish(self, record: Path, plots: list[Path]) -> None:
+        self._try(lambda: self._finish(record, plots))
+
+    def _finish(self, record: Path, plots: list[Path]) -> None:
+        import wandb
+
+        columns: list[str | int] = list(dict.fromkeys(key for row in self._rows for key in row))
+        cells = [[None if (value := row.get(c)) is None else str(value) for c in columns] for row in self._rows]
+        self._run.log({"rows": wandb.Table(columns=columns, data=cells)})
+        self._run.log({plot.stem: wandb.Image(str(plot)) for plot in plots})
+        artifact = wandb.Artifact(f"record-{self._run.id}", type="record")
+        artifact.add_file(str(record))
+        self._run.log_artifact(artifact)
+        self._run.finish()
+
+    def _try(self, action: Any) -> None:
+        if self._run is None:
+            return
+        try:
+            action()
+        except Exception as error:  # a failing sink must not cost the measurements
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._run = None
+        reason = str(error).strip().splitlines()
+        log.warning("logger=wandb: %s; the run goes on without it", reason[0] if reason else type(error).__name__)

@@ -1,0 +1,31 @@
+"""Charts. matplotlib is imported when a chart is drawn, never before.
+
+Takes: labels and numbers. Gives: a PNG file.
+Does not know about: records, which numbers matter.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def bars(path: Path, labels: Sequence[str], panels: Mapping[str, Sequence[float | None]], title: str) -> Path:
+    """One small bar chart per panel, sharing the labels; None (not measured) leaves a gap. Returns `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    colors = [plt.get_cmap("tab10")(i % 10) for i in range(len(labels))]
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.4), squeeze=False)
+    for axis, (name, values) in zip(axes[0], panels.items(), strict=True):
+        drawn = axis.bar(range(len(labels)), [v if v is not None else 0.0 for v in values], color=colors)
+        axis.bar_label(drawn, [f"{v:.3g}" if v is not None else "-" for v in values], fontsize=8)
+        axis.set_xticks(range(len(labels)), labels, rotation=30, ha="right", fontsize=8)
+        axis.set_title(name, fontsize=9)
+        axis.margins(y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path

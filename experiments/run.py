@@ -1,0 +1,86 @@
+"""The command: compose the configuration, validate it, run one experiment, keep what was measured whatever happens.
+
+    python -m experiments.run experiment=compare quantizers='[none,{name: int8}]' model=smollm2
+    python -m experiments.run --help
+
+Exit codes: 0 done · 1 the run failed · 2 the command or a setting is wrong · 130 interrupted. A user's error is one
+message; a traceback is a bug. Does not know about: what any experiment measures.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments import cli
+from experiments.base import build
+from qkv.errors import ConfigError, QkvError
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+_codes: list[int] = []  # exit code of every job of this process: Hydra has no way to hand one back
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+def _job(config: DictConfig) -> None:
+    """One run, inside the folder that Hydra chose. A user's error is printed here; bugs and Ctrl-C are raised."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        experiment, run = build(values, folder, HydraConfig.get().runtime.choices.get("experiment"))
+    except (ConfigError, OmegaConfBaseException) as error:
+        cli.remove_if_empty(folder)
+        _codes.append(_refuse(error, 2))
+        return
+    try:
+        run.logger.start(folder, run.record.data["experiment"], values)
+        experiment.run(run)
+        _codes.append(0)
+    except KeyboardInterrupt:
+        run.record.data["interrupted"] = True
+        raise
+    except QkvError as error:
+        run.record.data["error"] = str(error)
+        _codes.append(_refuse(error, 2 if isinstance(error, ConfigError) else 1))
+    except Exception as error:
+        run.record.data["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        run.record.save()
+        run.logger.finish(run.record.path, sorted(folder.glob("*.png")))
+        sys.stderr.flush()
+        print(f"record: {cli.shown(run.record.path)}", flush=True)
+
+
+def _refuse(error: Exception, code: int) -> int:
+    print(f"error: {cli.explain(error, CONF, sys.argv[1:])}", file=sys.stderr)
+    return code
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Raises what is a bug."""
+    if arguments is not None:
+        sys.argv[1:] = list(arguments)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing its own report, so that we can word it
+    cli.register_resolvers(CONF)
+    _codes.clear()
+    try:
+        _job()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (HydraException, OmegaConfBaseException) as error:
+        return _refuse(error, 2)
+    return max(_codes, default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
