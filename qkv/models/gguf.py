@@ -9,10 +9,11 @@ import importlib.util
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -85,7 +86,7 @@ def load_gguf(files: list[Path], dtype: torch.dtype) -> "tuple[PreTrainedModel, 
         tokenizer.save_pretrained(folder)
 
     converted.store(key, source, write)
-    return model.to(dtype), tokenizer
+    return model.to(dtype), tokenizer  # type: ignore[arg-type]
 
 
 def _hash_joined(files: list[Path]) -> str:
@@ -156,7 +157,7 @@ def _fix_pre_tokenizer(tokenizer: "PreTrainedTokenizerBase", pre: str | None) ->
         from tokenizers import pre_tokenizers as P
 
         split = P.Sequence([P.Digits(individual_digits=True), P.ByteLevel(add_prefix_space=False, use_regex=True)])
-        tokenizer.backend_tokenizer.pre_tokenizer = split  # type: ignore[attr-defined]
+        tokenizer.backend_tokenizer.pre_tokenizer = split
 
 
 def _read_copy(folder: Path, dtype: torch.dtype) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":

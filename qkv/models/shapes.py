@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's dimensions. `window` is that of the sliding layers (all but in gemma3); `qkv_bias` adds biases to Q, K and V."""
+    """A decoder's dimensions. window: of the sliding layers (in gemma3 some, else all). qkv_bias: Q, K and V have biases."""
 
     family: Literal["llama", "mistral", "qwen2", "gemma3_text"]
     layers: int
