@@ -7,8 +7,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from qkv.attention.base import AttentionBackend, choose_backend
 from qkv.attention.hf import HFAdapter
 from qkv.cache.block_manager import BlockManager
@@ -123,9 +121,7 @@ def _assemble(
     recorder = Recorder()
     identity = (loaded.fingerprint, str(adapter.dtype), quantizer.fingerprint(), scale_id, config.attention.reads)
     hasher = PrefixHasher(config.cache.prefix_hash, B, identity) if config.cache.enable_prefix_caching else None
-    manager = BlockManager(
-        allocator, hasher, HostPool(pool.host_blocks), recorder, config.scheduler.watermark, store.block_bytes
-    )
+    manager = BlockManager(allocator, hasher, HostPool(pool.host_blocks), recorder, config.scheduler.watermark, store.block_bytes)
     scheduler = Scheduler(manager, policies.preemptor, config.scheduler, CostModel(B, store.block_bytes))
     runner = Runner(
         adapter,

@@ -52,7 +52,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         given = [n for n in ("num_blocks", "memory_bytes", "memory_utilization") if getattr(self, n) is not None]
         require(len(given) <= 1, "cache", given, "given by at most one of num_blocks, memory_bytes, memory_utilization")
-        require(self.num_blocks is None or self.num_blocks >= 2, "num_blocks", self.num_blocks, "at least 2 (one is the null block)")
+        n = self.num_blocks
+        require(n is None or n >= 2, "num_blocks", n, "at least 2 (one is the null block)")
         u = self.memory_utilization
         require(u is None or 0 < u <= 1, "memory_utilization", u, "above 0 and at most 1")
         parse_bytes(self.memory_bytes, "memory_bytes")

@@ -4,35 +4,33 @@ The life of a request, in call order: intake -> scheduler (block manager, preemp
 -> sampler -> outputs. One thread steps; add_request and abort may come from any thread.
 """
 
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from qkv.assemble import Parts, assemble
+from qkv.assemble import Parts, assemble, build_policies
 from qkv.attention.base import Observer
-from qkv.cache.block_manager import BlockManager
-from qkv.config import AttentionConfig, CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from qkv.config import EngineConfig
 from qkv.errors import ConfigError, RequestError
 from qkv.intake import Intake, Prompt
 from qkv.layout import LayerShape
+from qkv.loop import Loop
 from qkv.metrics import summary
 from qkv.metrics.recorder import Recorder
 from qkv.models import LoadedModel, load_model, wrap_model
-from qkv.outputs import Outputs, request_metrics
-from qkv.runner import Scored, StepResult
-from qkv.sampling import Sampler, token_logprob
+from qkv.outputs import Outputs
+from qkv.runner import Scored
 from qkv.scales import ScaleFile
-from qkv.scheduler import Scheduler, copies
-from qkv.types import FinishReason, Request, RequestMetrics, RequestOutput, SamplingParams, StepPlan
+from qkv.scheduler import Scheduler
+from qkv.types import Request, RequestMetrics, RequestOutput, SamplingParams
+from qkv.validate import from_mapping
 
-log = logging.getLogger("qkv")
 Spec = str | dict[str, Any]
 OnLogits = Callable[[int, int, torch.Tensor], None]
 
@@ -57,18 +55,13 @@ class Engine:
     ) -> None:
         self.config, self.loaded, self._clock = config, loaded, clock
         self._parts: Parts = assemble(loaded, config, scales, clock)
+        self._loop = Loop(self._parts, Outputs(loaded.tokenizer, self._parts.adapter.eos_token_ids), config.seed, clock)
+        self._unclaimed: list[RequestOutput] = []  # ended while somebody else was driving the loop
+        self._closed = False
         self.tokenizer = loaded.tokenizer
         self.intake: Intake = self._parts.intake
         self.scheduler: Scheduler = self._parts.scheduler
-        self.manager: BlockManager = self._parts.scheduler.manager
         self.recorder: Recorder = self._parts.scheduler.recorder
-        self._runner, self._store = self._parts.runner, self._parts.store
-        self._sampler = Sampler(config.seed)
-        self._outputs = Outputs(loaded.tokenizer, self._parts.adapter.eos_token_ids)
-        self._scoring: dict[int, Callable[[Scored, torch.Tensor], None]] = {}
-        self._unclaimed: list[RequestOutput] = []
-        self._recent: deque[RequestMetrics] = deque(maxlen=10_000)
-        self._closed = False
 
     # -- making one --------------------------------------------------------------------------------------------------
 
@@ -108,21 +101,35 @@ class Engine:
         model: a known name, hub id, local path, or a transformers model object (then dtype and device are the object's).
         Raises ConfigError, ModelError or ScaleError before anything expensive where it can.
         """
-        config = EngineConfig(
-            model=ModelConfig(name=str(model) if isinstance(model, str | Path) else "object", dtype=dtype, device=device, seed=seed),  # type: ignore[arg-type]
-            cache=CacheConfig(
-                num_blocks, memory_bytes, memory_utilization, host_memory_bytes, enable_prefix_caching, prefix_hash, poison  # type: ignore[arg-type]
-            ),
-            scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_num_scored_tokens, max_model_len, watermark),
-            attention=AttentionConfig(backend, reads, allow_reference),  # type: ignore[arg-type]
-            runner=RunnerConfig(deterministic),
-            quantizer=_spec(quantizer),
-            allocator=_spec(allocator),
-            evictor=_spec(evictor),
-            preemptor=_spec(preemptor),
-            scales=str(scales) if isinstance(scales, str | Path) else None,
-            seed=seed,
-        )
+        by_name = isinstance(model, str | Path)
+        settings = {
+            "model": {"name": str(model) if by_name else "object", "dtype": dtype, "device": device, "seed": seed},
+            "cache": {
+                "num_blocks": num_blocks,
+                "memory_bytes": memory_bytes,
+                "memory_utilization": memory_utilization,
+                "host_memory_bytes": host_memory_bytes,
+                "enable_prefix_caching": enable_prefix_caching,
+                "prefix_hash": prefix_hash,
+                "poison": poison,
+            },
+            "scheduler": {
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": max_num_batched_tokens,
+                "max_num_scored_tokens": max_num_scored_tokens,
+                "max_model_len": max_model_len,
+                "watermark": watermark,
+            },
+            "attention": {"backend": backend, "reads": reads, "allow_reference": allow_reference},
+            "runner": {"deterministic": deterministic},
+            "quantizer": _spec(quantizer),
+            "allocator": _spec(allocator),
+            "evictor": _spec(evictor),
+            "preemptor": _spec(preemptor),
+            "scales": str(scales) if isinstance(scales, str | Path) else None,
+            "seed": seed,
+        }
+        config = from_mapping(EngineConfig, settings, "engine")
         given = scales if isinstance(scales, ScaleFile) else None
         if isinstance(model, str | Path):
             return cls.from_config(config, given, tokenizer, clock)
@@ -138,10 +145,10 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> "Engine":
         """Load the configured model and build an engine on it."""
-        check_policies(config)
+        build_policies(config)  # unknown names, keys and values fail here, before any model is loaded
         loaded = load_model(config.model)
         if tokenizer is not None:
-            loaded = loaded._replace(tokenizer=tokenizer)
+            loaded = replace(loaded, tokenizer=tokenizer)
         return cls(loaded, config, scales, clock)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -161,7 +168,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the state of every request that got a token or ended."""
         ready, self._unclaimed = self._unclaimed, []
-        return ready + [self._output(request) for request in self._advance()]
+        return ready + [self._loop.output(request) for request in self._loop.advance()]
 
     def generate(
         self,
@@ -172,18 +179,15 @@ class Engine:
         """Continue all prompts; results in their order. A prompt that cannot be served gives an output with
         finish_reason "error" and the reason in `error`; the others finish. progress: a bar, if stderr is a terminal."""
         outputs: dict[int, RequestOutput] = {}
-        with _bar(len(prompts) if not isinstance(prompts, str) else 1, progress) as bar:
-            order = [None] * 0
-            ids, failed = self._submit(prompts, params)
-            order = ids
-            for _ in failed:
-                bar.update()
+        ids, failed = self._submit(prompts, params)
+        with _bar(len(ids), progress) as bar:
+            bar.update(len(failed))
             for request in self._drive({i for i in ids if i is not None}):
                 if request.finish_reason is not None:
-                    outputs[request.id] = self._output(request)
+                    outputs[request.id] = self._loop.output(request)
                     bar.update()
         errors = iter(failed)
-        return [outputs[i] if i is not None else next(errors) for i in order]
+        return [outputs[i] if i is not None else next(errors) for i in ids]
 
     def stream(
         self, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -193,7 +197,7 @@ class Engine:
         ids, failed = self._submit(prompts, params)
         yield from failed
         for request in self._drive({i for i in ids if i is not None}):
-            yield self._output(request)
+            yield self._loop.output(request)
 
     def score(
         self, token_lists: Sequence[Prompt], first: int = 1, on_logits: OnLogits | None = None, progress: bool = False
@@ -222,13 +226,13 @@ class Engine:
             for index, tokens in enumerate(token_lists):
                 request = self.intake.add_scoring(tokens, first, self._clock())
                 requests.append(request)
-                self._scoring[request.id] = receive(index)
+                self._loop.receivers[request.id] = receive(index)
             with _bar(len(requests), progress) as bar:
                 for request in self._drive({r.id for r in requests}):
                     bar.update(request.finish_reason is not None)
         finally:
             for request in requests:
-                self._scoring.pop(request.id, None)
+                self._loop.receivers.pop(request.id, None)
                 self.abort(request.id)
         return [Score(torch.cat(logprobs), torch.cat(matches)) for logprobs, matches in results]
 
@@ -257,9 +261,10 @@ class Engine:
         pending = set(mine)
         try:
             while pending:
-                for request in self._advance():
+                for request in self._loop.advance():
                     if request.id not in mine:
-                        self._unclaimed.append(self._output(request))
+                        if request.finish_reason is not None:
+                            self._unclaimed.append(self._loop.output(request))
                         continue
                     if request.finish_reason is not None:
                         pending.discard(request.id)
@@ -267,123 +272,8 @@ class Engine:
         finally:
             for request_id in pending:
                 self.abort(request_id)
-            if pending:
-                self._take_in()
-
-    # -- one step ----------------------------------------------------------------------------------------------------
-
-    def _advance(self) -> list[Request]:
-        """One step; the requests that got a token or ended."""
-        ended = self._take_in()
-        if self.scheduler.idle:
-            return ended
-        plan = self.scheduler.plan()
-        try:
-            self._swap(plan)
-            began = self._clock()
-            result = self._runner.run(plan)
-            tokens = self._next_tokens(plan, result)
-            now = self._clock()
-        except BaseException:
-            for request in [*plan.decodes, *(c.request for c in plan.prefills)]:
-                self._runner.forget(request)
-            self.scheduler.roll_back(plan)
-            raise
-        self._time(plan, now - began)
-        for request in (*plan.decodes, *(c.request for c in plan.prefills)):
-            if request.first_scheduled is None:
-                request.first_scheduled = began
-        ready = self.scheduler.complete(plan)
-        for request, token, logprob in zip(ready, *tokens, strict=True):
-            reason = self._outputs.append(request, token, logprob, now)
-            if reason:
-                self._finish(request, reason)
-        return ended + ready + self._take_scores(plan, result)
-
-    def _take_in(self) -> list[Request]:
-        """Empty the inbox: new requests join the queue, aborted ones end. Returns those."""
-        new, aborted = self.intake.drain()
-        for request in new:
-            self.scheduler.add(request)
-        ended = []
-        if aborted:
-            live = {r.id: r for r in self.scheduler.requests()}
-            for request_id in aborted:
-                if request_id in live and live[request_id].finish_reason is None:
-                    self._finish(live[request_id], "abort")
-                    ended.append(live[request_id])
-        return ended
-
-    def _swap(self, plan: StepPlan) -> None:
-        """Copy preempted blocks out, then returning ones in, before the forward writes anything."""
-        for request in plan.preempted:
-            self._runner.forget(request)
-        began = self._clock()
-        for swaps, copy in ((plan.swap_out, self._store.copy_out), (plan.swap_in, self._store.copy_in)):
-            device, host = copies(swaps)
-            if device:
-                copy(device, host)
-        seconds = self._clock() - began
-        moved = sum(len(s.device) for s in (*plan.swap_out, *plan.swap_in))
-        if moved and seconds > 0:
-            self.scheduler.costs.copy_bytes_per_s = moved * self._store.block_bytes / seconds
-
-    def _next_tokens(self, plan: StepPlan, result: StepResult) -> tuple[list[int], list[Any]]:
-        """A token, and log-probabilities where wanted, for each request that gets one in this step."""
-        ready = list(plan.decodes) + [c.request for c in plan.prefills if c.completes and c.request.score_from is None]
-        if not ready or result.logits is None:
-            return [], []
-        logits = result.logits[: len(ready)]
-        tokens = self._sampler.sample(logits, [(r.id, r.params) for r in ready])
-        wanted = [r.params.logprobs for r in ready]
-        return tokens, [
-            None if top is None else token_logprob(logits[i], tokens[i], top) for i, top in enumerate(wanted)
-        ]
-
-    def _take_scores(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Hand scored logits to who asked; the scoring requests that are done."""
-        done = []
-        for scored in result.scored:
-            assert result.logits is not None
-            logits = result.logits[scored.rows]
-            receiver = self._scoring.get(scored.request.id)
-            if receiver is not None:
-                receiver(scored, logits)
-            scored.request.scored_to = scored.first + len(logits)
-        for chunk in plan.prefills:
-            if chunk.completes and chunk.request.score_from is not None:
-                self._finish(chunk.request, "length")
-                done.append(chunk.request)
-        return done
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        self.scheduler.finish(request, reason)
-        self._runner.forget(request)
-        self._sampler.forget(request.id)
-        if request.score_from is None:
-            self._recent.append(request_metrics(request))
-
-    def _output(self, request: Request) -> RequestOutput:
-        output = self._outputs.output(request)
-        if request.finish_reason is not None:
-            self._outputs.forget(request.id)
-        return output
-
-    def _time(self, plan: StepPlan, seconds: float) -> None:
-        r, decodes = self.recorder, len(plan.decodes)
-        prefills = plan.num_tokens - decodes
-        r.prefill_tokens += prefills
-        r.decode_tokens += decodes
-        if prefills and decodes:
-            r.mixed_seconds += seconds
-            r.mixed_prefill_tokens += prefills
-            r.mixed_decode_tokens += decodes
-        elif prefills:
-            r.prefill_seconds += seconds
-            if seconds > 0:
-                self.scheduler.costs.prefill_tokens_per_s = prefills / seconds
-        else:
-            r.decode_seconds += seconds
+            for request in self._loop.take_in():
+                self._loop.output(request)
 
     # -- looking in --------------------------------------------------------------------------------------------------
 
@@ -395,17 +285,17 @@ class Engine:
     def observe(self, observer: Observer) -> Iterator[None]:
         """While active, observer(layer, k [T, H, Dk], v [T, H, Dv]) sees the keys and values of every forward, unquantized
         and without padding."""
-        self._runner.observer = observer
+        self._parts.runner.observer = observer
         try:
             yield
         finally:
-            self._runner.observer = None
+            self._parts.runner.observer = None
 
     def metrics(self) -> dict[str, Any]:
         """Counters and rates since the start, in the parts of an experiment record: memory, speed, cache, attention."""
-        allocator, r = self.manager.allocator, self.recorder
+        allocator, r = self.scheduler.manager.allocator, self.recorder
         usable = allocator.num_blocks - allocator.num_reserved
-        memory = self._store.memory_report()
+        memory = self._parts.store.memory_report()
         memory["capacity_tokens"] = usable * allocator.block_size
         memory["static_bytes"] = self._parts.static_bytes
         memory["utilization_peak"] = r.used_blocks_peak / usable
@@ -415,7 +305,7 @@ class Engine:
             memory["internal_fragmentation"] = 1 - fill
         return {
             "memory": memory,
-            "speed": {**summary.rates(r), **summary.latencies(self._recent)},
+            "speed": {**summary.rates(r), **summary.latencies(self._loop.recent)},
             "cache": summary.cache_counters(r, allocator.evictions),
             "attention": {
                 "backend": self._parts.backend.name,
@@ -438,17 +328,17 @@ class Engine:
         fresh = Recorder()
         for name in vars(fresh):
             setattr(self.recorder, name, getattr(fresh, name))
-        self.manager.allocator.evictions = 0
-        self._recent.clear()
+        self.scheduler.manager.allocator.evictions = 0
+        self._loop.recent.clear()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks nobody references, e.g. after changing the model's weights."""
-        self.manager.allocator.reset_cache()
+        self.scheduler.manager.allocator.reset_cache()
 
     def check(self) -> None:
         """Raise AssertionError on any broken invariant of the pool (DESIGN laws 4 and 5). Between steps."""
-        self.manager.check(self.scheduler.requests())
-        self._store.check_null()
+        self.scheduler.manager.check(self.scheduler.requests())
+        self._parts.store.check_null()
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
@@ -457,9 +347,9 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        self._take_in()
+        self._loop.take_in()
         for request in list(self.scheduler.requests()):
-            self._finish(request, "abort")
+            self._loop.finish(request, "abort")
         self._parts.adapter.close()
 
     def __enter__(self) -> "Engine":
@@ -467,13 +357,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def check_policies(config: EngineConfig) -> None:
-    """Unknown policy names, keys and values fail here, before any model is loaded. Raises ConfigError."""
-    from qkv.assemble import build_policies
-
-    build_policies(config)
 
 
 def _spec(spec: Spec) -> dict[str, Any]:

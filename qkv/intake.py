@@ -33,9 +33,13 @@ class Intake:
         n = len(tokens)
         limit = min(self.max_model_len, self.pool_tokens + 1)  # the last token sampled is never stored
         if n >= self.max_model_len:
-            raise RequestError(f"the prompt has {n} tokens; the model takes at most {self.max_model_len - 1}, to leave room for one more")
+            raise RequestError(
+                f"the prompt has {n} tokens; the model takes at most {self.max_model_len - 1}, as one more is needed"
+            )
         if n > self.pool_tokens:
-            raise RequestError(f"the prompt has {n} tokens; the KV pool holds {self.pool_tokens}. Enlarge the pool or shorten the prompt")
+            raise RequestError(
+                f"the prompt has {n} tokens; the KV pool holds {self.pool_tokens}: enlarge it or shorten the prompt"
+            )
         max_tokens = limit - n if params.max_tokens is None else params.max_tokens
         if n + max_tokens > limit:
             what = "the model's limit" if limit == self.max_model_len else "what the KV pool holds for one request"

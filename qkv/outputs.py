@@ -4,8 +4,10 @@ Takes: a sampled token. Gives: a finish reason or None, and RequestOutput on dem
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
-from qkv.sampling import Detokenizer, Tokenizer, find_stop
+from qkv.sampling import Detokenizer, find_stop
 from qkv.types import FinishReason, Request, RequestMetrics, RequestOutput, TokenLogprob
 
 
@@ -20,7 +22,7 @@ class _State:
 class Outputs:
     """One state per unfinished request."""
 
-    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer, self._eos = tokenizer, eos_token_ids
         self._states: dict[int, _State] = {}
 
@@ -86,7 +88,7 @@ def request_metrics(request: Request) -> RequestMetrics:
     if times:
         metrics.ttft = times[0] - request.arrival
         metrics.e2e = times[-1] - request.arrival
-        metrics.itl = [b - a for a, b in zip(times, times[1:], strict=False)]
+        metrics.itl = [b - a for a, b in pairwise(times)]
     if len(times) > 1:
         metrics.tpot = (times[-1] - times[0]) / (len(times) - 1)
     return metrics

@@ -5,17 +5,11 @@ Does not know about: scheduling, the cache.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from qkv.types import SamplingParams, TokenLogprob
-
-
-class Tokenizer(Protocol):
-    """The two calls of a Hugging Face tokenizer used here."""
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
 
 
 class Sampler:
@@ -68,9 +62,9 @@ def token_logprob(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
 
 
 class Detokenizer:
-    """Text of a growing token list. Holds back the end while it may be half a character."""
+    """Text of a growing token list, by a Hugging Face tokenizer (None: no text). Holds back the end while it may be half a character."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.text = ""
         self._done = 0  # tokens whose text is in self.text
@@ -96,8 +90,7 @@ class Detokenizer:
         return self.text
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        assert self._tokenizer is not None
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def find_stop(text: str, stops: Sequence[str], searched: int) -> int:

@@ -1,0 +1,141 @@
+"""One step of the engine: inbox, plan, swaps, forward, sampling, outcome. Consistent after every exception.
+
+Takes: the connected parts. Gives: the requests that advanced. Does not know about: how results are waited for.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from qkv.assemble import Parts
+from qkv.outputs import Outputs, request_metrics
+from qkv.runner import Scored, StepResult
+from qkv.sampling import Sampler, token_logprob
+from qkv.scheduler import copies
+from qkv.types import FinishReason, Request, RequestMetrics, RequestOutput, StepPlan
+
+Receiver = Callable[[Scored, torch.Tensor], None]
+
+
+class Loop:
+    """receivers: per scoring request, who gets its logits. recent: metrics of the last 10,000 finished generations."""
+
+    def __init__(self, parts: Parts, outputs: Outputs, seed: int, clock: Callable[[], float]) -> None:
+        self.intake, self.scheduler, self._runner, self._store = parts.intake, parts.scheduler, parts.runner, parts.store
+        self.recorder = parts.scheduler.recorder
+        self._outputs, self._sampler, self._clock = outputs, Sampler(seed), clock
+        self.receivers: dict[int, Receiver] = {}
+        self.recent: deque[RequestMetrics] = deque(maxlen=10_000)
+
+    def advance(self) -> list[Request]:
+        """One step; the requests that got a token or ended."""
+        ended = self.take_in()
+        if self.scheduler.idle:
+            return ended
+        plan = self.scheduler.plan()
+        try:
+            self._swap(plan)
+            began = self._clock()
+            result = self._runner.run(plan)
+            tokens = self._next_tokens(plan, result)
+            now = self._clock()
+        except BaseException:
+            for request in [*plan.decodes, *(c.request for c in plan.prefills)]:
+                self._runner.forget(request)
+            self.scheduler.roll_back(plan)
+            raise
+        self._time(plan, now - began)
+        for request in (*plan.decodes, *(c.request for c in plan.prefills)):
+            if request.first_scheduled is None:
+                request.first_scheduled = began
+        ready = self.scheduler.complete(plan)
+        for request, token, logprob in zip(ready, *tokens, strict=True):
+            reason = self._outputs.append(request, token, logprob, now)
+            if reason:
+                self.finish(request, reason)
+        return ended + ready + self._take_scores(plan, result)
+
+    def take_in(self) -> list[Request]:
+        """Empty the inbox: new requests join the queue, aborted ones end. Returns those."""
+        new, aborted = self.intake.drain()
+        for request in new:
+            self.scheduler.add(request)
+        ended = []
+        if aborted:
+            live = {r.id: r for r in self.scheduler.requests()}
+            for request_id in aborted:
+                if request_id in live and live[request_id].finish_reason is None:
+                    self.finish(live[request_id], "abort")
+                    ended.append(live[request_id])
+        return ended
+
+    def _swap(self, plan: StepPlan) -> None:
+        """Copy preempted blocks out, then returning ones in, before the forward writes anything."""
+        for request in plan.preempted:
+            self._runner.forget(request)
+        began = self._clock()
+        for swaps, copy in ((plan.swap_out, self._store.copy_out), (plan.swap_in, self._store.copy_in)):
+            device, host = copies(swaps)
+            if device:
+                copy(device, host)
+        seconds = self._clock() - began
+        moved = sum(len(s.device) for s in (*plan.swap_out, *plan.swap_in))
+        if moved and seconds > 0:
+            self.scheduler.costs.copy_bytes_per_s = moved * self._store.block_bytes / seconds
+
+    def _next_tokens(self, plan: StepPlan, result: StepResult) -> tuple[list[int], list[Any]]:
+        """A token, and log-probabilities where wanted, for each request that gets one in this step."""
+        ready = list(plan.decodes) + [c.request for c in plan.prefills if c.completes and c.request.score_from is None]
+        if not ready or result.logits is None:
+            return [], []
+        logits = result.logits[: len(ready)]
+        tokens = self._sampler.sample(logits, [(r.id, r.params) for r in ready])
+        wanted = [r.params.logprobs for r in ready]
+        return tokens, [None if top is None else token_logprob(logits[i], tokens[i], top) for i, top in enumerate(wanted)]
+
+    def _take_scores(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Hand scored logits to who asked; the scoring requests that are done."""
+        done = []
+        for scored in result.scored:
+            assert result.logits is not None
+            logits = result.logits[scored.rows]
+            receiver = self.receivers.get(scored.request.id)
+            if receiver is not None:
+                receiver(scored, logits)
+            scored.request.scored_to = scored.first + len(logits)
+        for chunk in plan.prefills:
+            if chunk.completes and chunk.request.score_from is not None:
+                self.finish(chunk.request, "length")
+                done.append(chunk.request)
+        return done
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        self.scheduler.finish(request, reason)
+        self._runner.forget(request)
+        self._sampler.forget(request.id)
+        if request.score_from is None:
+            self.recent.append(request_metrics(request))
+
+    def output(self, request: Request) -> RequestOutput:
+        output = self._outputs.output(request)
+        if request.finish_reason is not None:
+            self._outputs.forget(request.id)
+        return output
+
+    def _time(self, plan: StepPlan, seconds: float) -> None:
+        r, decodes = self.recorder, len(plan.decodes)
+        prefills = plan.num_tokens - decodes
+        r.prefill_tokens += prefills
+        r.decode_tokens += decodes
+        if prefills and decodes:
+            r.mixed_seconds += seconds
+            r.mixed_prefill_tokens += prefills
+            r.mixed_decode_tokens += decodes
+        elif prefills:
+            r.prefill_seconds += seconds
+            if seconds > 0:
+                self.scheduler.costs.prefill_tokens_per_s = prefills / seconds
+        else:
+            r.decode_seconds += seconds
