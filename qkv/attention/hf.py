@@ -59,7 +59,9 @@ class _Attachment:
     def __init__(self, model: "PreTrainedModel") -> None:
         self.adapters = 0
         configs = [model.config] + [m.config for m in model.modules() if hasattr(m, "config")]
-        configs += [getattr(c, name) for c in configs for name in getattr(c, "sub_configs", {}) if getattr(c, name, None) is not None]
+        configs += [
+            getattr(c, name) for c in configs for name in getattr(c, "sub_configs", {}) if getattr(c, name, None) is not None
+        ]
         unique = {id(c): c for c in configs if hasattr(c, "_attn_implementation")}
         self.originals = [(c, c._attn_implementation) for c in unique.values()]
 
@@ -90,8 +92,8 @@ class HFAdapter:
         try:
             if self._config._attn_implementation != NAME:
                 raise ModelError(
-                    f"{type(model).__name__} does not call attention through transformers' AttentionInterface, so its keys and values "
-                    "cannot be paged (it would silently run its own attention)"
+                    f"{type(model).__name__} does not call attention through transformers' AttentionInterface, so its keys and "
+                    "values cannot be paged (it would silently run its own attention)"
                 )
             self.layers: list[LayerShape] = probe_layers(model, self.vocab_size)
         except BaseException:
@@ -126,7 +128,7 @@ class HFAdapter:
     @property
     def vocab_size(self) -> int:
         """Usable token ids: rows of the input embedding (a tokenizer may have fewer)."""
-        return int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,arg-type,operator,index]
+        return int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
 
     @property
     def max_positions(self) -> int | None:

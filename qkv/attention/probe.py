@@ -74,8 +74,8 @@ class Probe:
             raise self._refusal(f"layer {index} has a sliding window by its config but does not pass it to attention")
         if not all(_rows_agree(x) for x in (q, k, v)):
             raise self._refusal(
-                f"layer {index} gives one token at one position different keys or values depending on its neighbours in the batch: "
-                "the model mixes tokens outside attention (convolution, recurrence) or numbers positions itself"
+                f"layer {index} gives one token at one position different keys or values depending on its neighbours in the "
+                "batch: the model mixes tokens outside attention (convolution, recurrence) or numbers positions itself"
             )
         scaling = kwargs.get("scaling")
         softcap = kwargs.get("softcap")
@@ -97,8 +97,8 @@ class Probe:
         expected = self.config.num_hidden_layers
         if sorted(self.shapes) != list(range(expected)):
             raise self._refusal(
-                f"{len(self.shapes)} of its {expected} layers call attention through transformers' AttentionInterface; the others "
-                "would run their own"
+                f"{len(self.shapes)} of its {expected} layers call attention through transformers' AttentionInterface; the "
+                "others would run their own"
             )
         return [self.shapes[i] for i in range(expected)]
 
