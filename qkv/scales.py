@@ -4,6 +4,7 @@ Takes: tensors named "layers.{index}.{kind}", kind one of k_scale, v_scale, k_ze
 Does not know about: how scales are chosen, what a quantizer does with them.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -46,7 +47,8 @@ class ScaleFile:
             save_file({name: t.detach().cpu().contiguous().clone() for name, t in self.tensors.items()}, part, header)
             os.replace(part, path)
         except (OSError, SafetensorError) as error:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
             raise ScaleError(f"cannot write scale file '{path}': {error}") from None
 
     @classmethod

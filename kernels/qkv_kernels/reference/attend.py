@@ -117,14 +117,16 @@ def _read(
 def _gather(plane: Plane, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Blocks table [R, m] of a plane, decoded: [R, H, m * B, D]."""
 
-    def rows(pool: torch.Tensor) -> torch.Tensor:  # [N, H, B, ...] -> [R, S, H, ...], each head's keys side by side in memory
+    def keys(pool: torch.Tensor) -> torch.Tensor:  # [N, H, B, ...] -> [R, H, S, ...]
         stored = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
         pages = stored.index_select(0, table.flatten()).unflatten(0, table.shape)
-        return pages.transpose(1, 2).flatten(2, 3).transpose(1, 2).view(pool.dtype)
+        return pages.transpose(1, 2).flatten(2, 3).view(pool.dtype)
 
-    scale, zero = (None if pool is None else rows(pool) for pool in (plane.scale, plane.zero))
-    values = codec.decode(rows(plane.codes), scale, zero, plane.fmt, dtype, plane.static_scale, plane.static_zero)
-    return values.transpose(1, 2)
+    scale, zero = (None if pool is None else keys(pool) for pool in (plane.scale, plane.zero))
+    static_scale, static_zero = (
+        s.unsqueeze(1) if s is not None and s.dim() else s for s in (plane.static_scale, plane.static_zero)
+    )
+    return codec.decode(keys(plane.codes), scale, zero, plane.fmt, dtype, static_scale, static_zero)
 
 
 def _visible(q_pos: torch.Tensor, k_pos: torch.Tensor, window: int | None) -> torch.Tensor:

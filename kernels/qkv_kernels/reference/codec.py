@@ -81,10 +81,13 @@ def decode(
     static_scale: torch.Tensor | None = None,
     static_zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """data [..., H, Dp] with scale and zero [..., H] or [..., H, D/group] (None unless dynamic) -> [..., H, D] in `dtype`."""
+    """data [..., Dp] with scale and zero [...] or [..., D/group] (None unless dynamic) -> values [..., D] in `dtype`.
+
+    Statics broadcast: [H] or [H, D] for data [T, H, Dp], [H, 1] or [H, 1, D] for data [..., H, S, Dp].
+    """
     if fmt.raw:
         return data.to(dtype)
-    x = _unpack4(data, _compute_dtype(dtype)) if fmt.bits == 4 else data.to(_compute_dtype(dtype))
+    x = _widen(data, fmt, _compute_dtype(dtype))
     s, z = (static_scale, static_zero) if scale is None else (scale, zero)
     if z is not None and fmt.zero == "code":
         x = x.sub_(_spread(z, fmt, x))
@@ -130,7 +133,7 @@ def _stored_scale(scale: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
 
 
 def _spread(s: torch.Tensor, fmt: KVFormat, x: torch.Tensor) -> torch.Tensor:
-    """Scales or zeros shaped to broadcast against x [..., H, D], in x's dtype."""
+    """Scales or zeros shaped to broadcast against x [..., D], in x's dtype."""
     s = s.to(x.dtype)
     if fmt.scale == "token_group":
         assert fmt.group is not None
@@ -144,5 +147,12 @@ def _pack4(q: torch.Tensor) -> torch.Tensor:
     return low | (high << 4)
 
 
-def _unpack4(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([data & 15, data >> 4], -1).to(dtype).sub_(8)
+def _widen(data: torch.Tensor, fmt: KVFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Codes as numbers, in a new tensor."""
+    if fmt.bits == 4:
+        return torch.cat([data & 15, data >> 4], -1).to(dtype).sub_(8)
+    if not fmt.storage.is_floating_point:
+        return data.to(dtype)
+    # A table of the 256 values: same numbers as .to(), several times faster on a CPU.
+    table = torch.arange(256, dtype=torch.uint8, device=data.device).view(fmt.storage).to(dtype)
+    return table.index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)

@@ -1,0 +1,275 @@
+"""The laws every registered quantizer keeps. Runs over the registry's names: a new quantizer needs no edit here."""
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from qkv.attention.reference import ReferenceBackend
+from qkv.cache.store import KVStore
+from qkv.errors import ConfigError, ScaleError
+from qkv.layout import STATIC_SCALES, Codes, KVFormat, LayerShape
+from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
+from qkv.scales import ScaleFile
+from qkv_kernels.reference import codec
+from tests.kernels.paged import CPU, Paged, bound, shape, statistics
+
+B = 16
+LAYERS = [LayerShape(index=i, H=3, Hq=9, Dk=64, Dv=64, scaling=0.125) for i in (0, 2)]  # layer 1 has no attention
+NAMES = QUANTIZERS.names()
+every = pytest.mark.parametrize("name", NAMES)
+Side = tuple[KVFormat, range, Callable[..., Codes], Callable[..., torch.Tensor], torch.Tensor | None, torch.Tensor | None]
+
+
+def sides(q: Quantizer, layer: int = 1) -> list[tuple[int, Side]]:
+    """(part, (format, heads, encode, decode, static scale, static zero)) of K and V of every head range."""
+    out: list[tuple[int, Side]] = []
+    for part, (f, s) in enumerate(zip(q.formats(layer), q.statics(layer), strict=True)):
+        out.append((part, (f.k, f.heads, q.encode_k, q.decode_k, s.k_scale, s.k_zero)))
+        out.append((part, (f.v, f.heads, q.encode_v, q.decode_v, s.v_scale, s.v_zero)))
+    return out
+
+
+def rows_of(fmt: KVFormat) -> int:
+    """Rows that one encode call takes: any number for token formats, whole blocks for block formats."""
+    return B if fmt.unit == "block" else 5
+
+
+def same_bytes(a: Codes, b: Codes) -> bool:
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None or y is not None]
+    return all(torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in pairs)  # type: ignore[union-attr]
+
+
+@every
+def test_default_settings_work_and_unknown_ones_do_not(name: str) -> None:
+    q = QUANTIZERS.build(name)
+    assert q.fingerprint() == QUANTIZERS.build({"name": name}).fingerprint()
+    with pytest.raises(ConfigError, match="no_such_setting"):
+        QUANTIZERS.build({"name": name, "no_such_setting": 1})
+    assert q.__doc__
+    assert not q.__doc__.startswith(type(q).__name__ + "("), "the docstring says what is stored"
+
+
+@every
+def test_head_ranges_cover_the_layer_in_order(name: str) -> None:
+    q = bound(name, LAYERS)
+    for i, layer in enumerate(LAYERS):
+        heads = [h for r in q.formats(i) for h in r.heads]
+        assert heads == list(range(layer.H))
+        assert len(q.statics(i)) == len(q.formats(i))
+        assert q.formats(i) == q.formats(i)
+
+
+@every
+def test_allocated_bytes_equal_the_formula(name: str) -> None:
+    q = bound(name, LAYERS)
+    store = KVStore(LAYERS, [q.formats(i) for i in range(len(LAYERS))], 5, B, CPU)
+    planes = [t for i in range(len(LAYERS)) for p in store.planes(i) for t in p.tensors]
+    statics = [t for i in range(len(LAYERS)) for s in q.statics(i) for t in s if t is not None]
+    report = store.memory_report()
+    assert report["pool_bytes"] == sum(t.nbytes for t in planes)
+    assert report["static_bytes"] == sum(t.nbytes for t in statics)
+    assert report["allocated_bytes"] == report["pool_bytes"] + report["static_bytes"]
+    assert report["kv_bytes_per_token"] * B * 5 == report["pool_bytes"]
+
+
+@every
+def test_codes_have_the_shapes_and_dtypes_of_their_format(name: str) -> None:
+    for part, (fmt, heads, encode, _, scale, zero) in sides(bound(name, LAYERS)):
+        T, H, D = rows_of(fmt), len(heads), 64
+        codes = encode(torch.randn(T, H, D), 1, part)
+        assert codes.data.shape == (T, H, fmt.packed_dim(D))
+        assert codes.data.dtype == fmt.storage
+        pool = fmt.scale_shape(1, H, T, D)
+        for dynamic, static, wanted in ((codes.scale, scale, fmt.scale != "none"), (codes.zero, zero, fmt.zero != "none")):
+            assert (dynamic is not None) == (wanted and pool is not None)
+            assert (static is not None) == (wanted and fmt.scale in STATIC_SCALES)
+            if static is not None:
+                assert static.shape == {"tensor": (), "head": (H,), "channel": (H, D)}[fmt.scale]
+            if dynamic is not None:
+                assert dynamic.dtype == fmt.scale_dtype
+                assert pool is not None
+                assert dynamic.numel() == int(np.prod(pool))
+
+
+@every
+@given(data=st.data())
+@settings(max_examples=30)
+def test_finite_in_finite_out_pure_and_row_by_row(name: str, data: st.DataObject) -> None:
+    """encode(x)[i] equals encode(x[i:i+1]) byte for byte: chunking, prefix hits and recomputation store the same bytes."""
+    for part, (fmt, heads, encode, decode, *_) in sides(bound(name, LAYERS)):
+        values = st.floats(-100, 100, width=32) | st.sampled_from([0.0, 1e-20, 3e4, -3e38])
+        x = torch.from_numpy(data.draw(hnp.arrays(np.float32, (rows_of(fmt), len(heads), 64), elements=values, fill=values)))
+        before = x.clone()
+        whole = encode(x, 1, part)
+        assert torch.equal(x, before), "encode changed its input"
+        assert same_bytes(whole, encode(x, 1, part)), "encode is not a function of its input"
+        assert decode(whole, 1, torch.float32, part).isfinite().all()
+        if fmt.unit == "token":
+            for i in range(len(x)):
+                assert same_bytes(Codes(*(None if c is None else c[i : i + 1] for c in whole)), encode(x[i : i + 1], 1, part))  # type: ignore[arg-type]
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_zeros_stay_zeros_and_every_compute_dtype_works(name: str, dtype: torch.dtype) -> None:
+    for part, (fmt, heads, encode, decode, *_) in sides(bound(name, LAYERS, dtype)):
+        x = torch.zeros(rows_of(fmt), len(heads), 64, dtype=dtype)
+        out = decode(encode(x, 1, part), 1, dtype, part)
+        assert out.dtype == dtype
+        assert not out.any()
+
+
+@every
+def test_decode_is_what_the_format_says(name: str) -> None:
+    """Kernels read by format and statics alone, so the quantizer's own decode must agree with the codec."""
+    for part, (fmt, heads, encode, decode, scale, zero) in sides(bound(name, LAYERS)):
+        if codec.refusal(fmt, 64):
+            continue
+        codes = encode(torch.randn(5, len(heads), 64), 1, part)
+        assert torch.equal(decode(codes, 1, torch.float32, part), codec.decode(*codes, fmt, torch.float32, scale, zero))
+
+
+@every
+def test_quantized_differs_from_raw_but_not_by_much(name: str) -> None:
+    """Bit-exact output of a quantizer would mean that nothing was quantized."""
+    for part, (fmt, heads, encode, decode, *_) in sides(bound(name, LAYERS)):
+        x = torch.randn(B, len(heads), 64)
+        error = (decode(encode(x, 1, part), 1, torch.float32, part) - x).norm() / x.norm()
+        if fmt.raw:
+            assert error == 0
+        else:
+            assert 0 < error < 2.0 ** (2 - min(fmt.bits, 5))
+
+
+@every
+def test_attention_reads_what_is_stored(name: str) -> None:
+    layer = LAYERS[0]
+    q = bound(name, [layer])
+    reason = next((r for f in q.formats(0) if (r := ReferenceBackend().supports(f.k, f.v, layer, B, CPU))), None)
+    if reason:
+        pytest.skip(f"the reference backend does not run this format: {reason}")
+    paged = Paged(layer, name, [50], B)
+    out = paged.run([{0: 37}, {0: 12}, {0: 1}])[0]
+    torch.testing.assert_close(out.double(), paged.expected(0), rtol=2e-5, atol=2e-5)
+    raw = Paged(layer, "none", [50], B).run([{0: 50}])[0]
+    assert (name == "none") == torch.allclose(out, raw, atol=1e-5)
+
+
+@every
+def test_scales_are_loaded_or_it_fails(name: str) -> None:
+    q = QUANTIZERS.build(name)
+    if not q.observers():
+        assert not q.needs_scales
+        assert q.tensors_from_stats({}) == {}
+        return
+    x = torch.randn(50, 3, 64)
+    stats = {la.index: statistics(x, x) for la in LAYERS}
+    assert q.observers() <= stats[0].keys()
+    scales = ScaleFile(q.tensors_from_stats(stats), {"quantizer": name, "model_fingerprint": "m"})
+    scales.validate(LAYERS, name, "m")
+    assert scales.warnings == []
+    for tensor in scales.tensors:
+        for value in (None, torch.nan, -1.0 if tensor.endswith("scale") else torch.inf):
+            broken = copy.deepcopy(scales)
+            if value is None:
+                del broken.tensors[tensor]
+            else:
+                broken.tensors[tensor].flatten()[0] = value
+            with pytest.raises(ScaleError, match=rf"layer {tensor.split('.')[1]}\b"):
+                QUANTIZERS.build(name).bind(LAYERS, broken, torch.float32, CPU)
+
+
+@every
+def test_a_perturbed_scale_file_changes_the_output(name: str) -> None:
+    """Write path and read path both receive the loaded scale."""
+    q = bound(name, LAYERS)
+    if not q.observers():
+        pytest.skip("has no static scales")
+    x = torch.randn(50, 3, 64)
+    base = q.tensors_from_stats({la.index: statistics(x, x) for la in LAYERS})
+    for tensor in base:
+        if tensor.startswith("layers.2."):
+            values = []
+            for factor in (1.0, 1.25):
+                other = QUANTIZERS.build(name)
+                other.bind(LAYERS, ScaleFile(base | {tensor: base[tensor] * factor}, {"quantizer": name}), torch.float32, CPU)
+                values.append([d(e(x[:, h], 1, p), 1, torch.float32, p) for p, (_, h, e, d, *_) in sides(other)])
+            assert any(not torch.equal(a, b) for a, b in zip(*values, strict=True))
+
+
+@every
+def test_a_quantizer_without_its_scales_says_how_to_get_them_or_warns(name: str) -> None:
+    q = QUANTIZERS.build(name)
+    if q.needs_scales:
+        with pytest.raises(ScaleError, match=r"calibration\.run"):
+            q.bind(LAYERS, None, torch.float32, CPU)
+    else:
+        q.bind(LAYERS, None, torch.float32, CPU)
+        assert bool(q.warnings()) == bool(q.observers())
+
+
+def test_fp8_without_scales_logs_it(caplog: pytest.LogCaptureFixture) -> None:
+    QUANTIZERS.build("fp8").bind(LAYERS, None, torch.float32, CPU)
+    assert "1.0" in caplog.text
+
+
+def test_fp8_scales_map_the_largest_value_seen_to_the_largest_code() -> None:
+    x = torch.randn(50, 3, 64) * 1000
+    for fmt in ("e4m3", "e5m2"):
+        q = QUANTIZERS.build({"name": "fp8", "format": fmt})
+        q.bind(LAYERS[:1], ScaleFile(q.tensors_from_stats({0: statistics(x, x)}), {}), torch.float32, CPU)
+        codes = q.encode_k(x, 0)
+        assert codes.data.float().abs().max() == torch.finfo(codes.data.dtype).max
+        torch.testing.assert_close(q.decode_k(codes, 0, torch.float32).abs().amax((0, 2)), x.abs().amax((0, 2)))
+
+
+def test_int8_zero_point_and_plain_scale_files_are_not_mixed_up() -> None:
+    x = torch.randn(50, 3, 64)
+    plain, with_zero = QUANTIZERS.build("int8"), QUANTIZERS.build({"name": "int8", "zero_point": True})
+    stats = {la.index: statistics(x, x) for la in LAYERS}
+    with pytest.raises(ScaleError, match="zero_point=false"):
+        plain.bind(LAYERS, ScaleFile(with_zero.tensors_from_stats(stats)), torch.float32, CPU)
+    with pytest.raises(ScaleError, match="layer 0: k_zero is missing"):
+        with_zero.bind(LAYERS, ScaleFile(plain.tensors_from_stats(stats)), torch.float32, CPU)
+
+
+def test_int8_zero_point_pays_off_on_channels_with_an_offset() -> None:
+    x = torch.randn(200, 3, 64) + torch.linspace(-20, 20, 64)
+    errors = []
+    for zero_point in (False, True):
+        q = QUANTIZERS.build({"name": "int8", "zero_point": zero_point})
+        q.bind(LAYERS[:1], ScaleFile(q.tensors_from_stats({0: statistics(x, x)})), torch.float32, CPU)
+        errors.append((q.decode_k(q.encode_k(x, 0), 0, torch.float32) - x).square().mean())
+    assert errors[1] < errors[0] / 4
+
+
+def test_one_outlier_channel_costs_per_token_scales_their_quality_and_per_channel_scales_nothing() -> None:
+    """Qwen2's K biases: one channel 100 times the others. Judged on the ordinary channels, in decibels."""
+    k = torch.randn(300, 3, 64)
+    k[:, :, 17] *= 100
+    ordinary = [c for c in range(64) if c != 17]
+
+    def sqnr(name: str) -> float:
+        q = QUANTIZERS.build(name)
+        scales = ScaleFile(q.tensors_from_stats({0: statistics(k, k)})) if q.needs_scales else None
+        q.bind(LAYERS[:1], scales, torch.float32, CPU)
+        error = q.decode_k(q.encode_k(k, 0), 0, torch.float32) - k
+        return float(10 * torch.log10(k[..., ordinary].square().mean() / error[..., ordinary].square().mean()))
+
+    assert sqnr("int8") > 35
+    assert sqnr("int8_token") < 25
+
+
+def test_reference_backend_says_what_it_does_not_run() -> None:
+    token = KVFormat(bits=8, storage=torch.int8, scale="token")
+    block = KVFormat(bits=2, storage=torch.uint8, scale="block_channel", unit="block")
+    backend = ReferenceBackend()
+    assert backend.supports(token, token, shape(), B, CPU) is None
+    assert "block" in (backend.supports(block, token, shape(), B, CPU) or "")
+    assert "block" in (backend.supports(token, block, shape(), B, CPU) or "")

@@ -1,0 +1,161 @@
+"""A small paged cache to test attention with: requests of random K and V, shuffled blocks, poisoned free pages.
+
+And the oracle: dense attention in float64 over the values that the quantizer says it stores.
+"""
+
+import random
+
+import torch
+
+from qkv.attention.base import AttentionBackend, Reads
+from qkv.attention.reference import ReferenceBackend
+from qkv.cache.store import KVStore
+from qkv.layout import AttentionMetadata, LayerShape
+from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
+from qkv.scales import ScaleFile
+
+CPU = torch.device("cpu")
+
+
+def shape(H: int = 2, G: int = 2, Dk: int = 16, Dv: int | None = None, **more: object) -> LayerShape:
+    return LayerShape(index=0, H=H, Hq=H * G, Dk=Dk, Dv=Dv or Dk, scaling=Dk**-0.5, **more)  # type: ignore[arg-type]
+
+
+def statistics(k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Everything calibration can observe, of k [T, H, Dk] and v [T, H, Dv]."""
+    out = {}
+    for side, x in (("k", k), ("v", v)):
+        out[f"{side}_channel_absmax"], out[f"{side}_head_absmax"] = x.abs().amax(0), x.abs().amax((0, 2))
+        out[f"{side}_channel_min"], out[f"{side}_channel_max"] = x.amin(0), x.amax(0)
+    return out
+
+
+def bound(spec: object, layers: list[LayerShape], dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Quantizer:
+    """The quantizer, calibrated on normal data where it wants scales, and bound."""
+    quantizer = QUANTIZERS.build(spec)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(7)
+    scales = None
+    if quantizer.observers():
+        stats = {}
+        for la in layers:
+            k, v = (torch.randn(256, la.H, D, generator=generator) * scale for D in (la.Dk, la.Dv))
+            stats[la.index] = {name: s for name, s in statistics(k, v).items() if name in quantizer.observers()}
+        scales = ScaleFile(quantizer.tensors_from_stats(stats), {"quantizer": quantizer.name})
+    quantizer.bind(layers, scales, dtype, CPU)
+    return quantizer
+
+
+class Paged:
+    """Requests over one layer. `step` runs a backend on the next tokens of some of them, as an engine would."""
+
+    def __init__(
+        self,
+        layer: LayerShape,
+        quantizer: object,
+        lengths: list[int],
+        block_size: int = 8,
+        dtype: torch.dtype = torch.float32,
+        reads: Reads = "cache",
+        deterministic: bool = False,
+        backend: AttentionBackend | None = None,
+        seed: int = 0,
+        free_blocks: int = 3,
+        block_seed: int = 1,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.layer, self.B, self.dtype = layer, block_size, dtype
+        self.quantizer = bound(quantizer, [layer], dtype)
+        needed = [-(-n // block_size) for n in lengths]
+        N = 1 + sum(needed) + free_blocks
+        self.store = KVStore([layer], [self.quantizer.formats(0)], N, block_size, CPU, poison=True)
+        self.backend = backend or ReferenceBackend()
+        self.backend.bind(self.store, self.quantizer, [layer], reads, deterministic)
+        free = random.Random(block_seed).sample(range(1, N), N - 1)
+        self.tables = [[free.pop() for _ in range(n)] for n in needed]
+        self.done = [0] * len(lengths)
+        self.data = [
+            tuple(
+                torch.randn(n, H, D, generator=generator).to(dtype)
+                for H, D in ((layer.Hq, layer.Dk), (layer.H, layer.Dk), (layer.H, layer.Dv))
+            )
+            for n in lengths
+        ]
+        self.sinks = torch.randn(layer.Hq, generator=generator) if layer.sinks else None
+
+    def step(self, work: dict[int, int], padding: int = 1) -> dict[int, torch.Tensor]:
+        """The next work[r] tokens of each request r -> {r: output [n, Hq, Dv]}. Checks padding rows and the null block."""
+        order = sorted(work, key=lambda r: (work[r] != 1, r))
+        tables, lens, start, slots, positions, rows = [], [], [0], [], [], []
+        for r in order:
+            span = range(self.done[r], self.done[r] + work[r])
+            self.done[r] = span.stop
+            tables.append(self.tables[r])
+            lens.append(span.stop)
+            start.append(start[-1] + work[r])
+            slots += [self.tables[r][p // self.B] * self.B + p % self.B for p in span]
+            positions += span
+            rows.append([x[span.start : span.stop] for x in self.data[r]])
+        T = start[-1]
+        q, k, v = (
+            torch.cat([*parts, parts[0].new_full((padding, *parts[0].shape[1:]), torch.nan)]) for parts in zip(*rows, strict=True)
+        )
+        M = max(map(len, tables))
+        meta = AttentionMetadata(
+            block_table=torch.tensor([t + [0] * (M - len(t)) for t in tables], dtype=torch.int32),
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            query_start=torch.tensor(start, dtype=torch.int32),
+            slots=torch.tensor(slots + [-1] * padding),
+            positions=torch.tensor(positions + [0] * padding),
+            seq_lens_list=lens,
+            query_start_list=start,
+            num_decodes=sum(work[r] == 1 for r in order),
+            block_size=self.B,
+        )
+        out = self.backend.attend(0, q, k, v, meta, self.sinks)
+        assert not out[T:].any(), "padding rows must be zero"
+        self.store.check_null()
+        return {r: out[a:b] for r, a, b in zip(order, start, start[1:], strict=False)}
+
+    def run(self, schedule: list[dict[int, int]]) -> list[torch.Tensor]:
+        """Steps one after the other -> output of every request, [tokens so far, Hq, Dv]."""
+        outs: list[list[torch.Tensor]] = [[] for _ in self.data]
+        for work in schedule:
+            for r, out in self.step(work).items():
+                outs[r].append(out)
+        return [torch.cat(o) for o in outs if o]
+
+    def stored(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K [n, H, Dk] and V [n, H, Dv] of a request as the quantizer stores them, float64."""
+        _, k, v = self.data[r]
+        parts = self.quantizer.formats(0)
+        ks = [
+            self.quantizer.decode_k(self.quantizer.encode_k(k[:, p.heads], 0, i), 0, torch.float32, i)
+            for i, p in enumerate(parts)
+        ]
+        vs = [
+            self.quantizer.decode_v(self.quantizer.encode_v(v[:, p.heads], 0, i), 0, torch.float32, i)
+            for i, p in enumerate(parts)
+        ]
+        return torch.cat(ks, 1).double(), torch.cat(vs, 1).double()
+
+    def expected(self, r: int) -> torch.Tensor:
+        k, v = self.stored(r)
+        return dense(self.data[r][0].double(), k, v, self.layer, self.sinks)
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerShape, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention of one whole sequence, float64, one head at a time. q [n, Hq, Dk], k, v [n, H, D] -> [n, Hq, Dv]."""
+    n, G = len(q), layer.Hq // layer.H
+    distance = torch.arange(n)[:, None] - torch.arange(n)[None, :]
+    hidden = (distance < 0) | (distance >= (layer.window or n))
+    outs = []
+    for head in range(layer.Hq):
+        scores = q[:, head] @ k[:, head // G].T * layer.scaling
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        weights = scores.masked_fill(hidden, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks[head].double().exp())
+        outs.append(weights @ v[:, head // G] / total)
+    return torch.stack(outs, 1)
