@@ -17,6 +17,14 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
+def test_the_map_has_a_line_for_every_module() -> None:
+    """qkv/README.md; folders whose files are alike (policies, models, metrics) have one line for all."""
+    text = (ROOT / "qkv" / "README.md").read_text(encoding="utf-8")
+    modules = [p for folder in ("", "attention", "cache") for p in (ROOT / "qkv" / folder).glob("*.py") if p.stem != "__init__"]
+    missing = [name for name in (str(p.relative_to(ROOT / "qkv")) for p in modules) if f"`{name}`" not in text]
+    assert not missing
+
+
 def test_the_import_contracts_hold() -> None:
     done = lint(ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
