@@ -165,8 +165,8 @@ def _why(place: Place, error: Exception) -> str:
             )
         if kinds & {"ConnectError", "ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectTimeout"}:
             return (
-                f"hub model '{place.value}' is not in the local cache and the hub cannot be reached (no network, or HF_HUB_OFFLINE "
-                "is set). Give a local folder (model=path model.path=...) or a model that ships in a package: "
+                f"hub model '{place.value}' is not in the local cache and the hub cannot be reached (no network, or "
+                "HF_HUB_OFFLINE is set). Give a local folder (model=path model.path=...) or a model that ships in a package: "
                 + ", ".join(PACKAGES)
             )
     return f"cannot load model '{place.value}': {first}"

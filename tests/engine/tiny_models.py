@@ -70,7 +70,7 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": None, "num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 96, "word_embed_proj_dim": 64},
     ),
     "granite": ("granite", {"head_dim": None, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 0.5}),
-    "cohere2": ("cohere2", {"sliding_window": WINDOW, "layer_types": _ALTERNATING}),
+    "cohere2": ("cohere2", {"sliding_window": WINDOW, "layer_types": _ALTERNATING, "logit_scale": 1.0}),
     "starcoder2": ("starcoder2", {"head_dim": None, "sliding_window": WINDOW}),
     "qwen2_moe": ("qwen2_moe", {"head_dim": None, "num_experts": 4, "shared_expert_intermediate_size": 32, **_MOE}),
 }
