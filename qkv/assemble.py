@@ -13,11 +13,10 @@ from qkv.cache.block_manager import BlockManager
 from qkv.cache.host_pool import HostPool
 from qkv.cache.prefix import PrefixHasher
 from qkv.cache.sizing import PoolSize, size_pool
-from qkv.cache.store import KVStore
+from qkv.cache.store import KVStore, block_bytes
 from qkv.config import EngineConfig
 from qkv.errors import ConfigError
 from qkv.intake import Intake
-from qkv.layout import HeadFormat, LayerShape
 from qkv.metrics.recorder import Recorder
 from qkv.models import LoadedModel
 from qkv.policies.allocator.base import ALLOCATORS, BlockAllocator
@@ -70,7 +69,7 @@ def build_policies(config: EngineConfig) -> Policies:
 def assemble(loaded: LoadedModel, config: EngineConfig, scales: ScaleFile | None, clock: Callable[[], float]) -> Parts:
     """Raises ConfigError, ModelError or ScaleError; the model is left as it was then."""
     policies = build_policies(config)
-    adapter = HFAdapter(loaded.model)
+    adapter = HFAdapter(loaded.model, loaded.tokenizer)
     try:
         return _assemble(loaded, config, scales, clock, policies, adapter)
     except BaseException:
@@ -99,7 +98,7 @@ def _assemble(
     max_model_len = _max_model_len(config, adapter)
     pool = size_pool(
         config.cache,
-        block_bytes=_block_bytes(formats, layers, B),
+        block_bytes=block_bytes(layers, formats, B),
         block_size=B,
         wanted_blocks=1 + config.scheduler.max_num_seqs * -(-max_model_len // B),
         device=adapter.device,
@@ -157,12 +156,3 @@ def _max_model_len(config: EngineConfig, adapter: HFAdapter) -> int:
     if asked is not None and asked > limit:
         raise ConfigError(f"scheduler.max_model_len={asked} is above the model's {limit} positions; it must be 2 to {limit}")
     return asked or limit
-
-
-def _block_bytes(formats: list[list[HeadFormat]], layers: list[LayerShape], B: int) -> int:
-    """Bytes of one block over all layers, head ranges, K and V."""
-    return sum(
-        r.k.bytes_per_block(B, len(r.heads), layer.Dk) + r.v.bytes_per_block(B, len(r.heads), layer.Dv)
-        for layer, ranges in zip(layers, formats, strict=True)
-        for r in ranges
-    )

@@ -62,7 +62,9 @@ def token_logprob(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
 
 
 class Detokenizer:
-    """Text of a growing token list, by a Hugging Face tokenizer (None: no text). Holds back the end while it may be half a character."""
+    """Text of a growing token list, by a Hugging Face tokenizer (None: no text).
+
+    Holds back the end while it may be half a character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -19,7 +19,12 @@ B = 8
 
 
 def make_manager(
-    num_blocks: int = 24, host: int = 16, evictor: str = "lru", watermark: float = 0.0, prefix: bool = True, algorithm: str = "xxh3_128"
+    num_blocks: int = 24,
+    host: int = 16,
+    evictor: str = "lru",
+    watermark: float = 0.0,
+    prefix: bool = True,
+    algorithm: str = "xxh3_128",
 ) -> BlockManager:
     allocator = ALLOCATORS.build({"name": "paged", "block_size": B})
     allocator.bind(num_blocks, EVICTORS.build(evictor), num_blocks)

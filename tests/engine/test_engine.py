@@ -1,0 +1,280 @@
+"""The engine's API as its users meet it, on a tiny model."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from qkv.engine import Engine
+from qkv.errors import ConfigError, ModelError, RequestError
+from qkv.types import SamplingParams
+from tests.engine.support import make, model, tokens
+from tests.engine.tiny_models import VOCAB
+
+
+class _Letters:
+    """A tokenizer of one letter per token, in the shape of Hugging Face's."""
+
+    eos_token_id = 2
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [3 + ord(c) % 120 for c in text]}
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("a") + t % 26) for t in token_ids)
+
+
+def test_order_is_kept_and_lengths_are_right() -> None:
+    with make() as engine:
+        prompts = [tokens(i, 3 + i) for i in range(12)]
+        outs = engine.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True))
+        assert [o.prompt_token_ids for o in outs] == prompts
+        assert all(len(o.token_ids) == 5 and o.finish_reason == "length" for o in outs)
+        engine.check()
+
+
+def test_batches_do_not_change_answers() -> None:
+    prompts = [tokens(i, 20 + 7 * i) for i in range(6)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with make() as engine:
+        together = [o.token_ids for o in engine.generate(prompts, params)]
+    with make(enable_prefix_caching=False) as engine:
+        apart = [engine.generate([p], params)[0].token_ids for p in prompts]
+    assert together == apart
+
+
+def test_sampling_params_per_prompt_and_seeds() -> None:
+    hot = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
+    with make() as engine:
+        p = tokens(0, 9)
+        a, b, c = engine.generate([p, p, p], [hot, hot, SamplingParams(max_tokens=2)])
+        assert a.token_ids == b.token_ids
+        assert len(c.token_ids) <= 2
+        with pytest.raises(ConfigError, match="3 prompts but 2 sampling parameters"):
+            engine.generate([p, p, p], [hot, hot])
+
+
+def test_logprobs_are_reported_when_asked_for() -> None:
+    with make() as engine:
+        (out,) = engine.generate([tokens(0, 9)], SamplingParams(max_tokens=4, logprobs=2, ignore_eos=True))
+        assert out.logprobs is not None
+        assert [lp.token_id for lp in out.logprobs] == out.token_ids
+        assert all(lp.top[0][0] == lp.token_id and len(lp.top) == 2 for lp in out.logprobs)  # greedy: the best is chosen
+        (score,) = engine.score([tokens(0, 9) + out.token_ids], first=9)
+        assert torch.allclose(score.logprobs, torch.tensor([lp.logprob for lp in out.logprobs]), atol=1e-5)
+        assert bool(score.greedy_match.all())
+
+
+def test_stop_strings_and_stop_tokens() -> None:
+    with make(tokenizer=_Letters()) as engine:
+        (free,) = engine.generate(["hello"], SamplingParams(max_tokens=12, ignore_eos=True))
+        stop = free.text[3:5]
+        cut = free.text.index(stop)
+        (out,) = engine.generate(["hello"], SamplingParams(max_tokens=12, ignore_eos=True, stop=(stop,)))
+        assert (out.text, out.finish_reason) == (free.text[:cut], "stop")
+        (out,) = engine.generate(["hello"], SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(free.token_ids[4],)))
+        first = free.token_ids.index(free.token_ids[4])
+        assert out.token_ids == free.token_ids[: first + 1]
+        assert out.text == free.text[:first]
+        (out,) = engine.generate(["hello"], SamplingParams(max_tokens=6, ignore_eos=True, stop=("no such text",)))
+        assert out.finish_reason == "length"  # a stop string that is never met
+
+
+def test_streaming_grows_token_by_token() -> None:
+    with make(tokenizer=_Letters()) as engine:
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        final = engine.generate(["ab", "cdef"], params)
+        seen: dict[int, list[Any]] = {}
+        for out in engine.stream(["ab", "cdef"], params):
+            seen.setdefault(out.id, []).append(out)
+        for outs, expected in zip(seen.values(), final, strict=True):
+            assert [len(o.token_ids) for o in outs] == [1, 2, 3, 4, 5, 6]
+            assert all(b.text.startswith(a.text) for a, b in zip(outs, outs[1:], strict=False))
+            assert (outs[-1].text, outs[-1].finish_reason) == (expected.text, "length")
+
+
+def test_leaving_a_stream_early_frees_everything() -> None:
+    with make() as engine:
+        for _ in engine.stream([tokens(i, 30) for i in range(4)], SamplingParams(max_tokens=50)):
+            break
+        assert engine.scheduler.idle
+        engine.check()
+        assert engine.scheduler.manager.allocator.num_referenced == 0
+
+
+def test_scores_equal_the_models_own_log_probabilities() -> None:
+    ids = tokens(5, 90)
+    with make(max_num_batched_tokens=16) as engine:
+        (score,) = engine.score([ids])
+    with torch.inference_mode():
+        logits = model()(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = logits[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert torch.allclose(score.logprobs, expected, atol=1e-5)
+    assert torch.equal(score.greedy_match, logits[:-1].argmax(-1) == torch.tensor(ids[1:]))
+
+
+def test_bad_requests_get_one_message_each_and_others_finish() -> None:
+    with make(num_blocks=1 + 8, max_model_len=120, tokenizer=_Letters()) as engine:
+        bad: list[Any] = [[], [5, VOCAB], tokens(0, 119), tokens(0, 130), [-1]]
+        outs = engine.generate([[4, 5], *bad, [6, 7]], SamplingParams(max_tokens=10, ignore_eos=True))
+        assert [o.finish_reason for o in outs] == ["length", "error", "error", "error", "error", "error", "length"]
+        messages = [o.error for o in outs[1:-1]]
+        assert messages[0] == "the prompt is empty; give at least one token"
+        assert messages[1] == f"token id {VOCAB} is outside the vocabulary; ids go from 0 to {VOCAB - 1}"
+        assert messages[2] is not None
+        assert "max_tokens can be at most 1" in messages[2]
+        assert messages[3] is not None
+        assert "the prompt has 130 tokens" in messages[3]
+        assert all("\n" not in (m or "") for m in messages)
+        engine.check()
+        with pytest.raises(RequestError, match="the prompt has 130 tokens"):
+            engine.add_request(tokens(0, 130))
+
+
+def test_a_request_larger_than_the_pool_is_refused_with_the_numbers() -> None:
+    with make(num_blocks=1 + 4) as engine:
+        with pytest.raises(RequestError, match="the prompt has 70 tokens; the KV pool holds 64"):
+            engine.add_request(tokens(0, 70))
+        with pytest.raises(RequestError, match=r"60 \+ max_tokens 10 = 70 tokens, above what the KV pool holds .* at most 5"):
+            engine.add_request(tokens(0, 60), SamplingParams(max_tokens=10))
+        (out,) = engine.generate([tokens(0, 60)], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert len(out.token_ids) == 5  # the last block to the brim
+        (out,) = engine.generate([tokens(0, 60)], SamplingParams(max_tokens=None, ignore_eos=True))
+        assert len(out.token_ids) == 5
+
+
+def test_text_needs_a_tokenizer() -> None:
+    with make() as engine, pytest.raises(RequestError, match="no tokenizer"):
+        engine.add_request("text")
+
+
+def test_score_refuses_what_it_cannot_score_before_running_anything() -> None:
+    with make() as engine:
+        for first in (0, 9, -1):
+            with pytest.raises(RequestError, match="first="):
+                engine.score([tokens(0, 20), tokens(0, 9)], first=first)
+        assert engine.scheduler.idle or engine.step() is not None
+        engine.check()
+
+
+def test_requests_may_come_and_go_from_many_threads() -> None:
+    with make(num_blocks=40) as engine:
+        ids: list[int] = []
+        lock = threading.Lock()
+
+        def hammer(seed: int) -> None:
+            for i in range(25):
+                request_id = engine.add_request(tokens(seed * 100 + i, 5 + i), SamplingParams(max_tokens=3, ignore_eos=True))
+                with lock:
+                    ids.append(request_id)
+                if i % 5 == seed % 5:
+                    engine.abort(request_id)
+                engine.abort(10_000 + i)  # an unknown id is ignored
+
+        threads = [threading.Thread(target=hammer, args=(s,)) for s in range(6)]
+        for t in threads:
+            t.start()
+        ended: dict[int, str] = {}
+        while any(t.is_alive() for t in threads) or engine.has_work:
+            for out in engine.step():
+                if out.finish_reason:
+                    assert out.id not in ended, "a request ended twice"
+                    ended[out.id] = out.finish_reason
+            engine.check()
+        assert sorted(ended) == sorted(ids)
+        assert len(set(ids)) == 150
+        assert set(ended.values()) <= {"length", "abort"}
+
+
+def test_two_engines_share_a_model_and_it_gets_its_attention_back() -> None:
+    m = model()
+    original = m.config._attn_implementation
+    prompts = [tokens(0, 30)]
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    a, b = make("none"), make("int8_token")
+    first = a.generate(prompts, params)[0].token_ids
+    b.generate(prompts, params)
+    assert a.generate(prompts, params)[0].token_ids == first
+    a.close()
+    assert m.config._attn_implementation != original
+    with pytest.raises(ModelError, match="qkv Engine"):
+        m(torch.tensor([[1, 2, 3]]))
+    b.close()
+    b.close()
+    assert m.config._attn_implementation == original
+    m(torch.tensor([[1, 2, 3]]))
+
+
+def test_settings_fail_before_a_model_is_loaded() -> None:
+    for kw, message in (
+        ({"quantizer": "int9"}, "unknown quantizer 'int9'; did you mean 'int8'"),
+        ({"evictor": {"name": "lfu", "age": 3}}, "evictor.lfu: unknown key 'age'; did you mean 'age_steps'"),
+        ({"allocator": {"name": "paged", "block_size": 12}}, "block_size=12 is not allowed"),
+        ({"dtype": "float33"}, "'float33' is not allowed; did you mean 'float32'"),
+        ({"reads": "cash"}, "did you mean 'cache'"),
+        ({"num_blocks": 4, "memory_bytes": 100}, "at most one of num_blocks, memory_bytes, memory_utilization"),
+        ({"memory_bytes": "2 gigs"}, "is not a size"),
+    ):
+        with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+            Engine.create("no-such-model", **kw)
+    with pytest.raises(ConfigError, match=r"max_model_len=100000 is above the model's 512 positions"):
+        make(max_model_len=100_000)
+
+
+def test_the_pool_is_sized_from_bytes_and_says_how() -> None:
+    with make(num_blocks=None, memory_bytes="1MiB") as engine:
+        memory = engine.metrics()["memory"]
+        assert memory["pool_bytes"] <= 2**20 < memory["pool_bytes"] + engine._parts.store.block_bytes
+        assert "memory_bytes=1,048,576" in engine.metrics()["pool"]
+        assert memory["capacity_tokens"] == (memory["pool_bytes"] // engine._parts.store.block_bytes - 1) * 16
+    with pytest.raises(ConfigError, match="needs at least 2"):
+        make(num_blocks=None, memory_bytes=100)
+
+
+def test_metrics_tell_the_truth_about_latency() -> None:
+    ticks = iter(range(10**6))
+    with make(clock=lambda: float(next(ticks))) as engine:
+        (out,) = engine.generate([tokens(0, 20)], SamplingParams(max_tokens=4, ignore_eos=True))
+        m = out.metrics
+        assert m.queue_time is not None
+        assert m.ttft is not None
+        assert m.tpot is not None
+        assert 0 < m.queue_time < m.ttft < (m.e2e or 0)
+        assert len(m.itl) == 3
+        assert m.tpot == pytest.approx(sum(m.itl) / 3)
+        assert m.e2e == pytest.approx(m.ttft + sum(m.itl))
+        again = engine.generate([tokens(0, 20)], SamplingParams(max_tokens=4))[0]
+        assert again.metrics.cached_tokens == 16
+        assert engine.metrics()["cache"]["hit_rate"] == pytest.approx(16 / 40)
+        engine.reset_metrics()
+        assert engine.metrics()["cache"]["prefix_queries_tokens"] == 0
+
+
+def test_resetting_the_prefix_cache_forgets_everything() -> None:
+    with make() as engine:
+        engine.generate([tokens(0, 40)], SamplingParams(max_tokens=2))
+        engine.reset_prefix_cache()
+        engine.generate([tokens(0, 40)], SamplingParams(max_tokens=2))
+        assert engine.metrics()["cache"]["prefix_hits_tokens"] == 0
+        engine.check()
+
+
+def test_the_quantizer_is_part_of_the_prefix_identity() -> None:
+    with make("fp8") as a, make({"name": "fp8", "format": "e5m2"}) as b:
+        chain_a: list[bytes] = []
+        chain_b: list[bytes] = []
+        for engine, chain in ((a, chain_a), (b, chain_b)):
+            hasher = engine.scheduler.manager._hasher
+            assert hasher is not None
+            hasher.extend(chain, tokens(0, 16), 1)
+        assert chain_a != chain_b
+
+
+def test_observers_see_real_tokens_once() -> None:
+    rows: dict[int, int] = {}
+    with make(deterministic=True) as engine:
+        with engine.observe(lambda layer, k, v: rows.update({layer: rows.get(layer, 0) + len(k)})):
+            engine.generate([tokens(0, 21)], SamplingParams(max_tokens=1))
+        engine.generate([tokens(1, 30)], SamplingParams(max_tokens=1))
+    assert rows == {0: 21, 1: 21, 2: 21}  # no padding rows, nothing after the with
