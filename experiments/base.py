@@ -14,30 +14,32 @@ from typing import Any, ClassVar
 from calibration.data import DATA, DataSource
 from experiments.loggers import LOGGERS, Logger
 from experiments.record import Record
+from qkv.assemble import build_policies
 from qkv.config import EngineConfig
 from qkv.errors import ConfigError, ModelError
 from qkv.models import resolve
-from qkv.policies.allocator.base import ALLOCATORS
-from qkv.policies.evictor.base import EVICTORS
-from qkv.policies.preemptor.base import PREEMPTORS
-from qkv.policies.quantizer.base import QUANTIZERS
-from qkv.registry import Registry, import_policy_modules
+from qkv.registry import Registry
 from qkv.validate import from_mapping, require, suggest
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests that speed is measured with, all sent at once. ignore_eos: every request runs to output_tokens."""
+    """The requests that speed is measured with, all sent at once. ignore_eos: every request runs to output_tokens.
+
+    repeats: runs of the whole workload, with an empty prefix cache each; the one of median throughput is reported.
+    """
 
     num_requests: int = 16
     prompt_tokens: int = 512
     output_tokens: int = 64
     ignore_eos: bool = True
+    repeats: int = 1
 
     def __post_init__(self) -> None:
         require(self.num_requests >= 1, "num_requests", self.num_requests, "at least 1")
         require(self.prompt_tokens >= 1, "prompt_tokens", self.prompt_tokens, "at least 1")
         require(self.output_tokens >= 2, "output_tokens", self.output_tokens, "at least 2 (the first one counts as prefill)")
+        require(self.repeats >= 1, "repeats", self.repeats, "at least 1")
 
 
 @dataclass
@@ -89,10 +91,8 @@ def build(config: Mapping[str, Any], folder: Path, choice: str | None = None) ->
     parts = {key: values.pop(key, {}) for key in ("data", "workload", "logger")}
     engine_values = {key: values.pop(key) for key in list(values) if key in engine_keys}
 
-    import_policy_modules(list(engine_values.get("policy_modules", [])))
     engine = from_mapping(EngineConfig, engine_values, "config")
-    for registry in (QUANTIZERS, ALLOCATORS, EVICTORS, PREEMPTORS):
-        registry.build(engine_values.get(registry.kind.split()[-1], {}))
+    build_policies(engine)
     try:
         resolve(engine.model)
     except ModelError as error:

@@ -51,12 +51,8 @@ class BenchScheduler(Experiment):
         for batch, context in cases:
             row = run.add_row(self.measure(run.engine, batch, context))
             step = row["scheduler"]
-            cells = (
-                step["plan_ms"]["p50"],
-                step["plan_ms"]["p99"],
-                step["complete_ms"]["p50"],
-                step["blocks_allocated_per_step"],
-            )
+            plan, complete = step["plan_ms"], step["complete_ms"]
+            cells = (plan["mean"], plan["p50"], plan["p99"], complete["p50"], step["blocks_allocated_per_step"])
             table.append([f"{batch:,}", f"{context:,}", *(number(cell, 3) for cell in cells)])
         columns = ["running", "tokens each", "plan mean ms", "plan p50 ms", "plan p99 ms", "complete p50 ms", "new blocks/step"]
         show("Scheduling one decode step, no model", columns, table, "plan: before the forward; complete: after it")

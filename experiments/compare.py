@@ -95,8 +95,7 @@ class Compare(Experiment):
             try:
                 if "model" not in run.record.data:
                     run.record.set("model", measure.model_part(loaded, engine))
-                speed = measure.run_workload(engine, prompts[0], prompts[1:], work)
-                metrics = engine.metrics()
+                metrics = measure.run_workload(engine, prompts[0], prompts[1:], work)
             finally:
                 engine.close()
             run.record.data.setdefault("attention", metrics["attention"])
@@ -105,7 +104,7 @@ class Compare(Experiment):
                 "policy": measure.policy_part(run.engine, case.spec, origin),
                 "attention": metrics["attention"],
                 "memory": metrics["memory"],
-                "speed": speed,
+                "speed": metrics["speed"],
                 "cache": metrics["cache"],
             }
             run.record.add_row(case.row)

@@ -117,7 +117,7 @@ class WandbLogger(Logger):
         import wandb
 
         columns: list[str | int] = list(dict.fromkeys(key for row in self._rows for key in row))
-        cells = [[None if (value := row.get(c)) is None else str(value) for c in columns] for row in self._rows]
+        cells = [[None if (value := row.get(str(c))) is None else str(value) for c in columns] for row in self._rows]
         self._run.log({"rows": wandb.Table(columns=columns, data=cells)})
         self._run.log({plot.stem: wandb.Image(str(plot)) for plot in plots})
         artifact = wandb.Artifact(f"record-{self._run.id}", type="record")

@@ -36,11 +36,10 @@ class Record:
             "wall_s": 0.0,
             "host": host(),
             "versions": versions(),
+            **({"git": state} if (state := git_state()) else {}),
             "config": dict(config),
             "rows": [],
         }
-        if commit := git_state():
-            self.data["git"] = commit
         self.save()
 
     def set(self, key: str, value: Any) -> None:

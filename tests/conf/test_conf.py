@@ -1,0 +1,132 @@
+"""Every YAML of conf/ composes, validates, opens with its command, and mirrors its dataclass: stem = name, fields = defaults."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from calibration.data import DATA
+from experiments import cli
+from experiments.base import EXPERIMENTS, Workload, build
+from experiments.loggers import LOGGERS
+from qkv.config import AttentionConfig, CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from qkv.models.gguf import PACKAGES
+from qkv.models.shapes import RANDOM_SHAPES
+from qkv.policies.allocator.base import ALLOCATORS
+from qkv.policies.evictor.base import EVICTORS
+from qkv.policies.preemptor.base import PREEMPTORS
+from qkv.policies.quantizer.base import QUANTIZERS
+from qkv.registry import Registry
+from qkv.validate import from_mapping
+
+CONF = Path(__file__).parents[2] / "conf"
+GROUPS = cli.groups(CONF)
+FILES = sorted(CONF.rglob("*.yaml"))
+REGISTRIES: dict[str, Registry[Any]] = {
+    "quantizer": QUANTIZERS,
+    "allocator": ALLOCATORS,
+    "evictor": EVICTORS,
+    "preemptor": PREEMPTORS,
+    "data": DATA,
+    "logger": LOGGERS,
+}
+SCHEMAS = {
+    "attention": AttentionConfig,
+    "cache": CacheConfig,
+    "runner": RunnerConfig,
+    "scheduler": SchedulerConfig,
+    "workload": Workload,
+}
+NEEDED = {"model=hub": ["model.id=a/b"], "model=path": ["model.path={dir}"], "model=gguf": ["model.path={file}"]}
+NEEDED |= {"data=jsonl": ["data.path={file}"], "data=text": ["data.path={dir}"], "data=hub": ["data.path=wikitext"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _resolvers() -> None:
+    cli.register_resolvers(CONF)
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        values = OmegaConf.to_container(compose("config", list(overrides)), resolve=True, throw_on_missing=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def read(group: str, option: str) -> dict[str, Any]:
+    values = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def test_the_groups_are_those_of_the_design() -> None:
+    named = "model quantizer allocator evictor preemptor attention scheduler cache runner data workload logger experiment"
+    assert set(GROUPS) == set(named.split())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(CONF)))
+def test_every_file_opens_with_its_command_and_what_it_shows(file: Path) -> None:
+    command, shows = cli.header(file)
+    assert command.startswith(("python -m experiments.run", "make demo"))
+    assert shows
+    if file.parent.parent == CONF and file.parent.name != "hydra":
+        assert f"{file.parent.name}" in command or file.stem in command
+    assert "_target_" not in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("choice", [f"{g}={o}" for g, options in GROUPS.items() for o in options])
+def test_every_option_composes_and_validates(choice: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "model.gguf"
+    file.write_text("{}")
+    needed = [text.format(dir=tmp_path, file=file) for text in NEEDED.get(choice, [])]
+    experiment = [] if choice.startswith("experiment=") else ["experiment=compare"]
+    experiment, run = build(composed(choice, *experiment, *needed), tmp_path / "out")
+    assert run.record.path.exists()
+
+
+@pytest.mark.parametrize("group", REGISTRIES)
+def test_one_file_per_registered_name_with_every_field_at_its_default(group: str) -> None:
+    registry = REGISTRIES[group]
+    assert GROUPS[group] == registry.names()
+    for option in GROUPS[group]:
+        values = read(group, option)
+        assert values.pop("name") == option
+        fields = [f for f in dataclasses.fields(registry.get(option)) if f.init]
+        expected = {f.name: "???" if f.default is dataclasses.MISSING else f.default for f in fields}
+        assert values == expected, f"conf/{group}/{option}.yaml differs from the dataclass's defaults"
+
+
+@pytest.mark.parametrize("group", SCHEMAS)
+def test_settings_files_state_every_field(group: str) -> None:
+    schema = SCHEMAS[group]
+    for option in GROUPS[group]:
+        values = read(group, option)
+        assert set(values) == {f.name for f in dataclasses.fields(schema)}
+        from_mapping(schema, values, group)
+    first = "auto" if group == "attention" else "default"
+    assert from_mapping(schema, read(group, first), group) == schema()
+
+
+def test_models_are_those_that_can_be_loaded_by_name() -> None:
+    assert set(GROUPS["model"]) == {*PACKAGES, *RANDOM_SHAPES, "hub", "path", "gguf"}
+    for option in GROUPS["model"]:
+        values = read("model", option)
+        assert values["name"] == option
+        assert set(values) == {f.name for f in dataclasses.fields(ModelConfig)}
+
+
+def test_experiments_are_registered_and_their_files_state_every_field() -> None:
+    assert set(EXPERIMENTS.names()) <= set(GROUPS["experiment"])
+    for name in EXPERIMENTS.names():
+        values = read("experiment", name)
+        assert values.pop("experiment") == name
+        assert {f.name for f in dataclasses.fields(EXPERIMENTS.get(name)) if f.init} <= set(values)
+
+
+def test_the_defaults_list_reaches_every_engine_setting() -> None:
+    values = composed("experiment=compare")
+    assert {f.name for f in dataclasses.fields(EngineConfig)} <= set(values)

@@ -1,0 +1,142 @@
+"""Each experiment at toy size on random weights: its record, its table, its files."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import run
+from qkv.models import load_model
+from qkv.scales import ScaleFile
+
+TINY = ["model=llama3-8b-tiny", "data=pydoc", "cache.memory_bytes=4MiB"]
+SMALL = ["workload.num_requests=3", "workload.prompt_tokens=40", "workload.output_tokens=6", "documents=2"]
+SMALL += ["tokens_per_document=96", "calibration_documents=2"]
+
+
+def run_it(folder: Path, *arguments: str) -> dict[str, Any]:
+    assert run.main([*arguments, f"hydra.run.dir={folder}"]) == 0
+    record: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+    return record
+
+
+def test_compare_fills_every_part_of_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = run_it(tmp_path, "experiment=compare", *TINY, *SMALL, "quantizers=[int8,{name: fp8, format: e5m2},int8_token]")
+    rows = {row["label"]: row for row in record["rows"]}
+    assert list(rows) == ["none", "int8", "fp8(format=e5m2)", "int8_token"]
+    assert record["model"] | {"fingerprint": ""} == {
+        "name": "llama3-8b-tiny",
+        "source": "random weights, seed 0",
+        "fingerprint": "",
+        "layers": 3,
+        "kv_heads": 2,
+        "query_heads": 8,
+        "head_dim": 16,
+        "dtype": "float32",
+        "parameters": record["model"]["parameters"],
+    }
+    assert set(record["attention"]) == {"backend", "reads", "reason"}
+    for label, row in rows.items():
+        assert {"policy", "memory", "speed", "cache", "accuracy"} <= set(row), label
+        assert row["policy"]["prefix_caching"] is True
+        memory, speed, accuracy = row["memory"], row["speed"], row["accuracy"]
+        assert 0 < memory["pool_bytes"] <= 4 * 2**20
+        assert memory["capacity_tokens"] * memory["kv_bytes_per_token"] <= memory["pool_bytes"]
+        assert set(speed["ttft_s"]) == {"mean", "p50", "p95", "p99"}
+        for rate in ("prefill_tokens_per_s", "decode_tokens_per_s", "output_tokens_per_s", "requests_per_s"):
+            assert speed[rate] > 0
+        assert accuracy["tokens_scored"] == 2 * 95
+        assert accuracy["fraction_read_from_cache"] == 1.0
+    none = rows["none"]["accuracy"]
+    assert (none["kl_divergence"], none["top1_agreement"], none["perplexity_delta_pct"]) == (0.0, 1.0, 0.0)
+    for label in ("int8", "fp8(format=e5m2)", "int8_token"):
+        accuracy = rows[label]["accuracy"]
+        assert 0 < accuracy["kl_divergence"] < 0.2
+        assert 0.5 < accuracy["top1_agreement"] <= 1
+        assert accuracy["kl_divergence_stderr"] > 0
+        assert math.isclose(
+            accuracy["perplexity"], none["perplexity"] * (1 + accuracy["perplexity_delta_pct"] / 100), rel_tol=1e-9
+        )
+        assert rows[label]["memory"]["capacity_tokens"] > 3 * rows["none"]["memory"]["capacity_tokens"]
+    assert rows["fp8(format=e5m2)"]["accuracy"]["kl_divergence"] > rows["int8_token"]["accuracy"]["kl_divergence"]
+    assert rows["int8"]["policy"]["scales"] == "calibrated in memory: 2 documents, 192 tokens of pydoc"
+    assert "scales" not in rows["int8_token"]["policy"]
+    out = capsys.readouterr().out
+    assert "calibrated in memory: 2 documents, 192 tokens" in out
+    assert "bfloat16" not in out
+    assert (tmp_path / "compare.png").stat().st_size > 1000
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["label"] for line in lines] == list(rows)
+    assert lines[0]["accuracy/top1_agreement"] == 1.0
+
+
+def test_a_16_bit_comparison_says_what_that_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = run_it(tmp_path, "experiment=compare", *TINY, *SMALL, "quantizers=[none]", "model.dtype=bfloat16")
+    assert record["model"]["dtype"] == "bfloat16"
+    assert "bfloat16: weights and arithmetic have 16 bits" in capsys.readouterr().out
+
+
+def test_a_scale_file_is_used_for_its_quantizer(tmp_path: Path) -> None:
+    loaded = load_model("llama3-8b-tiny")
+    import torch
+
+    tensors = {f"layers.{i}.k_scale": torch.full((2, 16), 0.05) for i in range(3)}
+    path = tmp_path / "scales.safetensors"
+    ScaleFile(tensors, {"quantizer": "int8", "model": loaded.name, "model_fingerprint": loaded.fingerprint}).save(path)
+    record = run_it(tmp_path / "run", "experiment=compare", *TINY, *SMALL, "quantizers=[int8]", f"scales={path}")
+    assert record["rows"][1]["policy"]["scales"] == str(path)
+
+
+def test_contiguous_allocation_compares_too(tmp_path: Path) -> None:
+    arguments = [*TINY, *SMALL, "quantizers=[none]", "allocator=contiguous", "allocator.max_len=128"]
+    record = run_it(tmp_path, "experiment=compare", *arguments)
+    assert record["rows"][0]["policy"]["allocator"] == "contiguous"
+
+
+def test_too_little_text_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "short.txt"
+    file.write_text("A few words.", encoding="utf-8")
+    arguments = ["experiment=compare", *TINY[:1], "data=text", f"data.path={file}", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert run.main(arguments) == 2
+    assert "windows of 1024 tokens need 16,384 tokens, it has 14" in capsys.readouterr().err
+
+
+def test_generate_prints_text_and_records_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["quantizer=int8_token", 'prompts=["first prompt","second"]', "sampling.max_tokens=5", "sampling.ignore_eos=true"]
+    record = run_it(tmp_path, "experiment=generate", *TINY, *arguments, "sampling.logprobs=1")
+    (row,) = record["rows"]
+    assert [o["prompt"] for o in row["outputs"]] == ["first prompt", "second"]
+    for output in row["outputs"]:
+        assert len(output["token_ids"]) == len(output["logprobs"]) == 5
+        assert output["finish_reason"] == "length"
+    assert row["policy"]["quantizer"] == "int8_token"
+    out = capsys.readouterr().out
+    assert "first prompt" in out
+    assert out.splitlines()[-1].startswith("record: ")
+
+
+def test_generate_calibrates_where_the_quantizer_needs_it(tmp_path: Path) -> None:
+    record = run_it(tmp_path, "experiment=generate", *TINY, "quantizer=int8", "prompts=[hello]", "sampling.max_tokens=2")
+    assert record["rows"][0]["policy"]["scales"].startswith("calibrated in memory")
+
+
+def test_one_refused_prompt_leaves_the_others_alone(tmp_path: Path) -> None:
+    prompts = f"prompts=[short,{'long' * 50}]"
+    limit = ["scheduler.max_model_len=64", "sampling.max_tokens=2"]
+    record = run_it(tmp_path, "experiment=generate", *TINY, "quantizer=none", prompts, *limit)
+    first, second = record["rows"][0]["outputs"]
+    assert first["finish_reason"] in ("length", "stop")
+    assert second["finish_reason"] == "error"
+    assert second["error"]
+
+
+def test_planning_costs_the_same_at_any_context_length(tmp_path: Path) -> None:
+    """Counts, not seconds: in both cases exactly the requests that fill a block get one."""
+    arguments = ["batch_sizes=[32]", "context_lengths=[64,1024]", "steps=32", "shared_prefix_tokens=32"]
+    record = run_it(tmp_path, "experiment=bench_scheduler", *arguments)
+    short, long = (row["scheduler"] for row in record["rows"])
+    assert short["blocks_allocated_per_step"] == long["blocks_allocated_per_step"] == 32 / 16
+    assert set(long["plan_ms"]) == {"mean", "p50", "p95", "p99"}
+    assert record["rows"][1]["cache"]["hit_rate"] > 0

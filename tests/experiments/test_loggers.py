@@ -1,0 +1,98 @@
+"""Sinks: what they write, and that a failing one costs a warning and nothing else."""
+
+import builtins
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.loggers import LOGGERS, Logger, flatten
+from experiments.plots import bars
+from experiments.table import number
+
+ROWS: list[dict[str, Any]] = [
+    {"label": "none", "memory": {"pool_bytes": 8}, "accuracy": {"kl_divergence": 0.0}},
+    {"label": "int8", "memory": {"pool_bytes": 4}, "outputs": [{"text": "a"}]},
+]
+
+
+def log_everything(logger: Logger, folder: Path) -> None:
+    record = folder / "record.json"
+    record.write_text("{}", encoding="utf-8")
+    plot = bars(folder / "bars.png", ["none", "int8"], {"bytes": [8, 4], "KL": [0.0, None]}, "title")
+    logger.start(folder, "compare", {"seed": 0, "model": {"name": "tiny"}})
+    for row in ROWS:
+        logger.row(row)
+    logger.finish(record, [plot])
+
+
+def test_nested_rows_flatten_with_slashes() -> None:
+    assert flatten(ROWS[0]) == {"label": "none", "memory/pool_bytes": 8, "accuracy/kl_divergence": 0.0}
+
+
+def test_jsonl_writes_one_line_per_row(tmp_path: Path) -> None:
+    log_everything(LOGGERS.build("jsonl"), tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [flatten(row) for row in ROWS]
+
+
+def test_none_writes_nothing(tmp_path: Path) -> None:
+    log_everything(LOGGERS.build("none"), tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bars.png", "record.json"]
+
+
+def test_wandb_offline_with_the_real_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with caplog.at_level(logging.WARNING, logger="experiments.loggers"):
+        log_everything(LOGGERS.build("wandb"), tmp_path)
+    assert not [r for r in caplog.records if r.name == "experiments.loggers"]
+    (transaction_log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    expected = (b"memory/pool_bytes", b"record-", b"tiny", b"rows")
+    deadline = time.monotonic() + 60  # wandb's own process writes the file, a moment after finish() returned
+    while not all(text in transaction_log.read_bytes() for text in expected):
+        assert time.monotonic() < deadline, [text for text in expected if text not in transaction_log.read_bytes()]
+        time.sleep(0.1)
+    assert list(tmp_path.glob("wandb/offline-run-*/files/media/images/bars*.png"))
+    assert list(tmp_path.glob("wandb/offline-run-*/files/media/table/rows*.json"))
+
+
+def test_without_the_wandb_package_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = builtins.__import__
+
+    def without_wandb(name: str, *rest: Any) -> Any:
+        if name == "wandb":
+            raise ImportError(name)
+        return original(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_wandb)
+    log_everything(LOGGERS.build("wandb"), tmp_path)
+    assert caplog.text.count("the run goes on without it") == 1
+
+
+def test_a_sink_that_fails_in_the_middle_is_dropped_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def log(self, _: object) -> None:
+            raise ConnectionError("no route to host\nand more")
+
+    logger: Any = LOGGERS.build("wandb")
+    logger._run = Broken()
+    for row in ROWS:
+        logger.row(row)
+    logger.finish(tmp_path / "record.json", [])
+    assert caplog.text.count("no route to host; the run goes on without it") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (1234, "1,234"), (0.5, "0.5"), ("x", "x"), (float("nan"), "nan"), (1234567.0, "1,234,567.0")]
+)
+def test_numbers_for_people(value: float | str | None, text: str) -> None:
+    assert number(value) == text
+    assert number(1.234, 2, signed=True, suffix=" %") == "+1.23 %"
