@@ -143,8 +143,9 @@ def _from_pretrained(place: Place, dtype: torch.dtype) -> "tuple[PreTrainedModel
     try:
         tokenizer = AutoTokenizer.from_pretrained(place.value, local_files_only=local, trust_remote_code=False)
     except Exception:  # a model without tokenizer serves token ids; text prompts are refused by the engine
-        tokenizer = None
-    return model, tokenizer
+        return model, None
+    # Where the files are missing, some families get an empty tokenizer that turns any text into nothing.
+    return model, tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
 
 
 def _why(place: Place, error: Exception) -> str:
