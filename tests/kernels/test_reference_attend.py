@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv.layout import HeadFormat, LayerShape
+from qkv.layout import AttentionMetadata, HeadFormat, LayerShape
 from qkv.policies.quantizer.none import NoneQuantizer
 from qkv_kernels.reference import attend as module
 from tests.kernels.paged import Paged, dense, shape
@@ -164,6 +164,16 @@ def test_head_ranges_of_different_formats_share_a_layer() -> None:
     layer = LayerShape(index=0, H=3, Hq=6, Dk=16, Dv=16, scaling=0.25, sinks=True)
     paged = Paged(layer, Mixed(), [45])
     close(paged.run([{0: 30}, {0: 15}])[0], paged.expected(0))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_call_of_nothing_but_padding_returns_zeros_and_writes_nothing(deterministic: bool) -> None:
+    paged = Paged(shape(), "int8_token", [8], deterministic=deterministic)
+    before = [t.view(torch.uint8).clone() for t in paged.store.planes(0)[0].tensors]
+    none, rows = torch.zeros(0, dtype=torch.int32), torch.full((2, 4, 16), torch.nan)
+    meta = AttentionMetadata(none.view(0, 1), none, torch.zeros(1), torch.full((2,), -1), torch.zeros(2).long(), [], [0], 0, 8)
+    assert not paged.backend.attend(0, rows, rows[:, :2], rows[:, :2], meta).any()
+    assert all(torch.equal(t.view(torch.uint8), b) for t, b in zip(paged.store.planes(0)[0].tensors, before, strict=True))
 
 
 def test_bfloat16_queries_are_attended_in_float32() -> None:

@@ -15,7 +15,7 @@ from qkv_kernels.format import KVFormat
 from qkv_kernels.reference import codec
 
 KEYS_PER_GROUP = 65536  # decodes are batched until their padded keys reach this many: bounds memory
-QUERY_ROWS = 256  # rows of a prefill chunk scored at a time: bounds memory, and skips keys no row of them sees
+QUERY_ROWS = 64  # rows of a prefill chunk scored at a time: bounds memory, and skips keys no row of them sees
 TILE_Q, TILE_K = 16, 64  # tiles of the deterministic path
 
 
@@ -86,7 +86,7 @@ def _groups(seq_lens: list[int], num_decodes: int) -> list[tuple[int, int]]:
     """Requests [first, last) worked on together: decodes by the batch, prefill chunks one by one."""
     step = max(1, KEYS_PER_GROUP // max(seq_lens[:num_decodes], default=1))
     starts = list(range(0, num_decodes, step)) + list(range(num_decodes, len(seq_lens)))
-    return list(zip(starts, [*starts[1:], len(seq_lens)], strict=True))
+    return list(zip(starts, [*starts[1:], len(seq_lens)], strict=False))
 
 
 def _read(
