@@ -4,7 +4,7 @@ Lives beside the kernels because they specialise on it and never import qkv; `qk
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -93,4 +93,4 @@ class KVFormat:
 
     def fingerprint(self) -> str:
         """Identity of the byte layout: two pools may exchange blocks only if these agree."""
-        return f"{self.bits}:{self.storage}:{self.scale}:{self.scale_dtype}:{self.zero}:{self.group}:{self.unit}:{self.tail_blocks}:{self.rotate}"
+        return ":".join(str(getattr(self, f.name)) for f in fields(self))
