@@ -42,8 +42,9 @@ class Template(Quantizer):
 
     def decode_k(self, codes: Codes, layer: int, dtype: torch.dtype, part: int = 0) -> torch.Tensor:
         assert codes.scale is not None
-        limit = torch.finfo(dtype).max  # the rounded scale may reach a little further than dtype does
-        return (codes.data.float() * codes.scale.float()[..., None]).clamp(-limit, limit).to(dtype)
+        wide, limit = torch.promote_types(dtype, torch.float32), torch.finfo(dtype).max
+        x = codes.data.to(wide) * codes.scale.to(wide)[..., None]
+        return x.clamp(-limit, limit).to(dtype)  # the rounded scale may reach a little further than float16 does
 
     encode_v = encode_k
     decode_v = decode_k

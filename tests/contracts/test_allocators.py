@@ -1,0 +1,103 @@
+"""Every registered allocator: all or nothing, nothing handed out twice, books that balance, hits that are what they claim."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv.policies.allocator.base import ALLOCATORS, BlockAllocator, NoFreeBlocks
+from qkv.policies.evictor.base import EVICTORS
+from qkv.types import NULL_BLOCK, BlockId
+
+PER_REQUEST = 6  # blocks of the longest request
+allocators = pytest.mark.parametrize("name", ALLOCATORS.names())
+
+
+def make(name: str, num_blocks: int = 26) -> BlockAllocator:
+    allocator = ALLOCATORS.build(name)
+    allocator.bind(num_blocks, EVICTORS.build("lru"), PER_REQUEST)
+    return allocator
+
+
+def state(allocator: BlockAllocator) -> tuple[int, int, list[int]]:
+    return allocator.num_free, allocator.num_cached, list(allocator.refs)
+
+
+def chain_of(tokens: list[int], size: int) -> list[bytes]:
+    """One hash per full block: of everything up to its end."""
+    return [repr(tokens[:end]).encode() for end in range(size, len(tokens) + 1, size)]
+
+
+@allocators
+def test_an_empty_pool_serves_what_it_promises(name: str) -> None:
+    allocator = make(name)
+    assert allocator.num_cached == allocator.num_referenced == 0
+    assert allocator.num_free + allocator.num_reserved == allocator.num_blocks
+    blocks = allocator.allocate(allocator.blocks_for(min(allocator.max_tokens(), PER_REQUEST * allocator.block_size)))
+    assert len(set(blocks)) == len(blocks)
+    assert NULL_BLOCK not in blocks
+    allocator.check([blocks])
+
+
+@allocators
+@given(tokens=st.integers(1, PER_REQUEST * 16))
+def test_a_longer_request_never_needs_fewer_blocks(name: str, tokens: int) -> None:
+    allocator = make(name)
+    assert allocator.blocks_for(tokens) <= allocator.blocks_for(tokens + 1)
+    assert allocator.blocks_for(tokens) * allocator.block_size >= tokens
+
+
+@allocators
+def test_allocation_is_all_or_nothing(name: str) -> None:
+    allocator = make(name)
+    tables = []
+    per_request = allocator.blocks_for(PER_REQUEST * allocator.block_size)
+    while allocator.num_available >= per_request:
+        tables.append(allocator.allocate(per_request))
+        allocator.check(tables)
+    before = state(allocator)
+    with pytest.raises(NoFreeBlocks):
+        allocator.allocate(per_request)
+    assert state(allocator) == before
+    assert len({block for table in tables for block in table}) == sum(map(len, tables))
+
+
+@allocators
+@given(seed=st.integers(0, 2**32))
+def test_the_books_balance_whatever_happens(name: str, seed: int) -> None:
+    """Requests over two tokens, so that prefixes repeat, come and go; a hit must hold the very tokens asked for."""
+    rng = random.Random(seed)
+    allocator = make(name)
+    size = allocator.block_size
+    tables: list[list[BlockId]] = []
+    content: dict[BlockId, list[int]] = {}  # everything up to the end of the block, as published
+    for _ in range(40):
+        if tables and rng.random() < 0.4:
+            allocator.release(tables.pop(rng.randrange(len(tables)))[::-1])
+        else:
+            tokens = [t for _ in range(rng.randint(1, PER_REQUEST)) for t in [rng.randrange(2)] * size]
+            chain = chain_of(tokens, size)
+            hit = allocator.match(chain[:-1], tokens)
+            assert all(content[block] == tokens[: (i + 1) * size] for i, block in enumerate(hit))
+            before = state(allocator)
+            allocator.acquire(hit)
+            try:
+                table = hit + allocator.allocate(allocator.blocks_for(len(tokens)) - len(hit))
+            except NoFreeBlocks:
+                allocator.release(hit[::-1])
+                assert state(allocator) == before
+                continue
+            tables.append(table)
+            for i in range(len(hit), len(chain)):
+                end = (i + 1) * size
+                if not allocator.publish(table[i], chain[i], chain[i - 1] if i else b"", tuple(tokens[end - size : end]), i):
+                    break
+                content[table[i]] = tokens[:end]
+        allocator.check(tables)
+    for table in tables:
+        allocator.release(table[::-1])
+    allocator.check([])
+    allocator.reset_cache()
+    assert allocator.num_cached == 0
+    assert allocator.num_free + allocator.num_reserved == allocator.num_blocks
