@@ -118,7 +118,7 @@ def _convert(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     if magic != b"GGUF":
         raise ModelError(f"{path} is not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
     try:
-        pre = _pre_tokenizer_name(path)
+        fields = _tokenizer_fields(path)
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # a damaged file can fail anywhere in two libraries, with any class
@@ -130,15 +130,19 @@ def _convert(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     if bad:
         raise ModelError(f"cannot use {path}: it is damaged ({bad[0]} holds values that are not finite)")
     _forget_gguf(model)
-    _fix_pre_tokenizer(tokenizer, pre)
+    _fix_tokenizer(tokenizer, fields)
     return model, tokenizer
 
 
-def _pre_tokenizer_name(path: Path) -> str | None:
+def _tokenizer_fields(path: Path) -> dict[str, Any]:
+    """The file's `tokenizer.ggml.*` fields that say how to tokenize (the vocabulary itself is left to transformers)."""
     from gguf import GGUFReader
 
-    field = GGUFReader(path).get_field("tokenizer.ggml.pre")
-    return field.contents() if field else None
+    prefix = "tokenizer.ggml."
+    wanted = ("pre", "bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
+    reader = GGUFReader(path)
+    found = {name: reader.get_field(prefix + name) for name in wanted}
+    return {name: field.contents() for name, field in found.items() if field is not None}
 
 
 def _forget_gguf(model: "PreTrainedModel") -> None:
@@ -150,14 +154,24 @@ def _forget_gguf(model: "PreTrainedModel") -> None:
     model.is_quantized = False  # type: ignore[assignment]
 
 
-def _fix_pre_tokenizer(tokenizer: "PreTrainedTokenizerBase", pre: str | None) -> None:
-    """transformers does not read `tokenizer.ggml.pre`: without SmolLM's digit split, '\\n\\n1' and '  1' tokenize
-    differently from how the model was trained (llama.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM)."""
-    if pre == "smollm":
-        from tokenizers import pre_tokenizers as P
+def _fix_tokenizer(tokenizer: "PreTrainedTokenizerBase", fields: dict[str, Any]) -> None:
+    """Set from the file what transformers does not read from it, or (5.17) reads wrongly.
 
-        split = P.Sequence([P.Digits(individual_digits=True), P.ByteLevel(add_prefix_space=False, use_regex=True)])
-        tokenizer.backend_tokenizer.pre_tokenizer = split
+    5.17 takes BOS for EOS. No version reads `pre`: without SmolLM's split into digits, '\\n\\n1' and '  1' tokenize
+    differently from how the model was trained (llama.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM).
+    """
+    for role, name in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token"), ("padding", "pad_token")):
+        if f"{role}_token_id" in fields:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(fields[f"{role}_token_id"])))
+    if fields.get("pre") == "smollm":
+        from tokenizers import decoders, pre_tokenizers
+
+        backend = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        )
+        backend.decoder = decoders.ByteLevel()
+        tokenizer.clean_up_tokenization_spaces = False
 
 
 def _read_copy(folder: Path, dtype: torch.dtype) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
