@@ -135,7 +135,7 @@ def test_long_prefills_and_large_batches_are_split_without_a_trace(monkeypatch: 
         want = Paged(shape(**LAYERS[layer]), "int8", [90, 60, 5]).run(mixed([90, 60, 5], 50))
         with monkeypatch.context() as patch:
             patch.setattr(module, "QUERY_ROWS", 7)
-            patch.setattr(module, "KEYS_PER_GROUP", 100)
+            patch.setattr(module, "GROUP_ELEMENTS", 10_000)
             got = Paged(shape(**LAYERS[layer]), "int8", [90, 60, 5]).run(mixed([90, 60, 5], 50))
         for a, b in zip(got, want, strict=True):
             close(a, b.double(), 1e-5)

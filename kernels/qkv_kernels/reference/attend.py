@@ -14,7 +14,7 @@ import torch
 from qkv_kernels.format import KVFormat
 from qkv_kernels.reference import codec
 
-KEYS_PER_GROUP = 65536  # decodes are batched until their padded keys reach this many: bounds memory
+GROUP_ELEMENTS = 2**20  # decodes are batched up to this many elements of padded K: 4 MB stay in a CPU's cache
 QUERY_ROWS = 64  # rows of a prefill chunk scored at a time: bounds memory, and skips keys no row of them sees
 TILE_Q, TILE_K = 16, 64  # tiles of the deterministic path
 
@@ -63,7 +63,7 @@ def attend(
     T, Hq, _ = q.shape
     queries = q.to(torch.float64 if q.dtype == torch.float64 else torch.float32).unflatten(1, (H, Hq // H))
     out = q.new_zeros(T, Hq, v.codes.shape[-1] * (2 if v.fmt.bits == 4 else 1))
-    for first, last in _groups(seq_lens, num_decodes):
+    for first, last in _groups(seq_lens, num_decodes, H * q.shape[-1]):
         rows = slice(query_start[first], query_start[last])
         R, t = last - first, (rows.stop - rows.start) // (last - first)
         if t == 0:
@@ -82,9 +82,9 @@ def attend(
     return out
 
 
-def _groups(seq_lens: list[int], num_decodes: int) -> list[tuple[int, int]]:
+def _groups(seq_lens: list[int], num_decodes: int, width: int) -> list[tuple[int, int]]:
     """Requests [first, last) worked on together: decodes by the batch, prefill chunks one by one."""
-    step = max(1, KEYS_PER_GROUP // max(seq_lens[:num_decodes], default=1))
+    step = max(1, GROUP_ELEMENTS // (width * max(seq_lens[:num_decodes], default=1)))
     starts = list(range(0, num_decodes, step)) + list(range(num_decodes, len(seq_lens)))
     return list(zip(starts, [*starts[1:], len(seq_lens)], strict=False))
 
@@ -111,7 +111,7 @@ def _read(
     if tiled:
         keys, values, k_pos = keys[:, :, :count], values[:, :, :count], k_pos[:, :count]
     unseen = (k_pos > last) | (k_pos < oldest)
-    return keys, values.masked_fill(unseen[:, None, :, None], 0), k_pos
+    return keys, values.masked_fill_(unseen[:, None, :, None], 0), k_pos
 
 
 def _gather(plane: Plane, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
