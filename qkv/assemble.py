@@ -51,7 +51,6 @@ class Parts:
     backend_reason: str
     pool: PoolSize
     scales_source: str
-    static_bytes: int
     warnings: list[str]
 
 
@@ -134,8 +133,8 @@ def _assemble(
         deterministic=config.runner.deterministic,
     )
     intake = Intake(loaded.tokenizer, adapter.vocab_size, max_model_len, allocator.max_tokens())
-    statics = [t for i in range(len(layers)) for s in quantizer.statics(i) for t in s if t is not None]
-    source = "none needed" if not statics else "scale file" if scales is not None else "default"
+    static = any(t is not None for i in range(len(layers)) for s in quantizer.statics(i) for t in s)
+    source = f"scale file: {config.scales or scale_id}" if scales is not None else "defaults" if static else "none needed"
     return Parts(
         adapter,
         intake,
@@ -145,9 +144,8 @@ def _assemble(
         backend,
         reason,
         pool,
-        scales_source=f"{source}: {config.scales or scale_id}" if scales is not None else source,
-        static_bytes=sum(t.numel() * t.element_size() for t in statics),
-        warnings=list(scales.warnings) if scales is not None else [],
+        scales_source=source,
+        warnings=[*(scales.warnings if scales is not None else []), *quantizer.warnings()],
     )
 
 

@@ -297,7 +297,6 @@ class Engine:
         usable = allocator.num_blocks - allocator.num_reserved
         memory = self._parts.store.memory_report()
         memory["capacity_tokens"] = usable * allocator.block_size
-        memory["static_bytes"] = self._parts.static_bytes
         memory["utilization_peak"] = r.used_blocks_peak / usable
         if r.steps and r.held_tokens_sum:
             fill = r.written_tokens_sum / r.held_tokens_sum

@@ -131,6 +131,8 @@ def _convert(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         raise ModelError(f"cannot use {path}: it is damaged ({bad[0]} holds values that are not finite)")
     _forget_gguf(model)
     _fix_tokenizer(tokenizer, fields)
+    if fields.get("model") == "llama":
+        _check_merges(tokenizer, path)
     return model, tokenizer
 
 
@@ -139,7 +141,7 @@ def _tokenizer_fields(path: Path) -> dict[str, Any]:
     from gguf import GGUFReader
 
     prefix = "tokenizer.ggml."
-    wanted = ("pre", "bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
+    wanted = ("model", "pre", "bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
     reader = GGUFReader(path)
     found = {name: reader.get_field(prefix + name) for name in wanted}
     return {name: field.contents() for name, field in found.items() if field is not None}
@@ -172,6 +174,20 @@ def _fix_tokenizer(tokenizer: "PreTrainedTokenizerBase", fields: dict[str, Any])
         )
         backend.decoder = decoders.ByteLevel()
         tokenizer.clean_up_tokenization_spaces = False
+
+
+def _check_merges(tokenizer: "PreTrainedTokenizerBase", path: Path) -> None:
+    """A SentencePiece file holds no merges; transformers derives them, and 5.17 derives them wrongly for Gemma: common
+    words then fall into pieces the model has rarely seen. Raises ModelError rather than serve nonsense."""
+    from transformers import __version__
+
+    vocabulary = tokenizer.get_vocab()
+    for word in ("the", "world", "government"):
+        whole = vocabulary.get(f"▁{word}")
+        if whole is not None and whole not in tokenizer.encode(f"the {word}", add_special_tokens=False):
+            raise ModelError(
+                f"transformers {__version__} tokenizes {path.name} wrongly ('{word}' falls apart). Use 5.24 or newer"
+            )
 
 
 def _read_copy(folder: Path, dtype: torch.dtype) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":

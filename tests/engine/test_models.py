@@ -437,6 +437,24 @@ def test_missing_packages_name_the_pip_command(cache, tiny, monkeypatch):
     assert "pip install gguf accelerate" in load_error(str(tiny))
 
 
+def test_a_tokenizer_that_takes_words_apart_is_refused():
+    class Tokenizer:
+        pieces = {"▁the": 1, "▁world": 2, "▁w": 3, "orld": 4}
+
+        def __init__(self, ids):
+            self.ids = ids
+
+        def get_vocab(self):
+            return self.pieces
+
+        def encode(self, text, add_special_tokens):
+            return [1, 1] if text == "the the" else self.ids
+
+    gguf_source._check_merges(Tokenizer([1, 2]), Path("x.gguf"))
+    with pytest.raises(ModelError, match="tokenizes x.gguf wrongly \\('world' falls apart\\)"):
+        gguf_source._check_merges(Tokenizer([1, 3, 4]), Path("x.gguf"))
+
+
 def test_parts_are_joined(cache, tiny, tmp_path, monkeypatch):
     whole = load_model(str(tiny))
     data = tiny.read_bytes()
@@ -484,6 +502,6 @@ def test_gemma3():
     assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim) == (18, 1, 256)
     assert config.sliding_window == shape["window"] == 512
     ids = loaded.tokenizer("The capital of France is", return_tensors="pt")
-    assert ids.input_ids[0, 0] == config.bos_token_id
+    assert ids.input_ids[0].tolist() == [2, 818, 5279, 529, 7001, 563]
     text = loaded.tokenizer.decode(loaded.model.generate(**ids, max_new_tokens=8, do_sample=False)[0])
     assert "France" in text.removeprefix("<bos>The capital of France is")
