@@ -92,7 +92,15 @@ def _assemble(
     formats = [quantizer.formats(i) for i in range(len(layers))]
     B = allocator.block_size
     backend, reason = choose_backend(
-        config.attention.backend, formats, layers, B, adapter.device, config.attention.allow_reference
+        config.attention.backend,
+        formats,
+        layers,
+        B,
+        adapter.device,
+        config.attention.allow_reference,
+        adapter.dtype,
+        config.attention.reads,
+        config.runner.deterministic,
     )
     max_model_len = _max_model_len(config, adapter)
     pool = size_pool(

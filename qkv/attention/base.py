@@ -35,6 +35,13 @@ class AttentionBackend(ABC):
     def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:
         """None if this backend runs the formats on this layer, else the reason, as shown to the user."""
 
+    def declines(self, dtype: torch.dtype, reads: Reads, deterministic: bool) -> str | None:
+        """None if this backend runs an engine of this compute dtype and these settings, else the reason, as shown to the user.
+
+        Says too, by its text, when the backend cannot run on this machine at all. Asked once, before bind().
+        """
+        return None
+
     @abstractmethod
     def bind(self, store: "KVStore", quantizer: "Quantizer", layers: list[LayerShape], reads: Reads, deterministic: bool) -> None:
         """Called once, after the pool is allocated."""
@@ -66,6 +73,9 @@ def choose_backend(
     B: int,
     device: torch.device,
     allow_reference: bool,
+    dtype: torch.dtype = torch.float32,
+    reads: Reads = "cache",
+    deterministic: bool = False,
 ) -> tuple[AttentionBackend, str]:
     """The backend called `name`, or for "auto" the first fused one that runs every layer, else the reference.
 
@@ -80,7 +90,7 @@ def choose_backend(
                 reason = backend.supports(r.k, r.v, layer, B, device)
                 if reason:
                     return f"layer {layer.index}: {reason}"
-        return None
+        return backend.declines(dtype, reads, deterministic)
 
     if name != "auto":
         backend = BACKENDS.build(name)
