@@ -106,6 +106,7 @@ class Compare(Experiment):
                 "memory": metrics["memory"],
                 "speed": metrics["speed"],
                 "cache": metrics["cache"],
+                "warnings": metrics["warnings"],
             }
             run.record.add_row(case.row)
             bar.update()

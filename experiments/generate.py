@@ -61,6 +61,7 @@ class Generate(Experiment):
                 "memory": metrics["memory"],
                 "speed": {**metrics["speed"], **measure.throughput(served, wall)},
                 "cache": metrics["cache"],
+                "warnings": metrics["warnings"],
                 "outputs": [_summary(prompt, output) for prompt, output in zip(self.prompts, outputs, strict=True)],
             }
         )

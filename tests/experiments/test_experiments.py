@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from experiments import run
 from qkv.models import load_model
@@ -63,6 +64,7 @@ def test_compare_fills_every_part_of_the_record(tmp_path: Path, capsys: pytest.C
     assert rows["fp8(format=e5m2)"]["accuracy"]["kl_divergence"] > rows["int8_token"]["accuracy"]["kl_divergence"]
     assert rows["int8"]["policy"]["scales"] == "calibrated in memory: 2 documents, 192 tokens of pydoc"
     assert "scales" not in rows["int8_token"]["policy"]
+    assert "scale is 1.0" in rows["fp8(format=e5m2)"]["warnings"][0]
     out = capsys.readouterr().out
     assert "calibrated in memory: 2 documents, 192 tokens" in out
     assert "bfloat16" not in out
@@ -80,8 +82,6 @@ def test_a_16_bit_comparison_says_what_that_means(tmp_path: Path, capsys: pytest
 
 def test_a_scale_file_is_used_for_its_quantizer(tmp_path: Path) -> None:
     loaded = load_model("llama3-8b-tiny")
-    import torch
-
     tensors = {f"layers.{i}.k_scale": torch.full((2, 16), 0.05) for i in range(3)}
     path = tmp_path / "scales.safetensors"
     ScaleFile(tensors, {"quantizer": "int8", "model": loaded.name, "model_fingerprint": loaded.fingerprint}).save(path)
