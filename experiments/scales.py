@@ -3,11 +3,14 @@
 Takes: a quantizer. Gives: its ScaleFile or None, and where it came from in words. Does not know about: other quantizers.
 """
 
-from calibration.collect import calibrate
+import torch
+
+from calibration.collect import Collector, calibrate
 from calibration.data import windows
 from experiments import measure
 from experiments.base import Run
 from experiments.table import console
+from qkv.layout import LayerShape
 from qkv.models import LoadedModel
 from qkv.policies.quantizer.base import Quantizer
 from qkv.scales import ScaleFile
@@ -36,3 +39,14 @@ def provide(
     origin = f"calibrated in memory: {documents} documents, {documents * tokens:,} tokens of {run.data.name}"
     console().print(f"{quantizer.name}: no scale file given, {origin}")
     return file, origin
+
+
+def stand_in(quantizer: Quantizer, layers: list[LayerShape]) -> ScaleFile | None:
+    """Scales of random keys and values, for planning and simulation, where sizes matter and values do not; None if it
+    takes none."""
+    if not quantizer.observers():
+        return None
+    collector, generator = Collector(sorted(quantizer.observers())), torch.Generator().manual_seed(0)
+    for layer in layers:
+        collector(layer.index, *(torch.randn(4, layer.H, D, generator=generator) for D in (layer.Dk, layer.Dv)))
+    return ScaleFile(quantizer.tensors_from_stats(collector.stats), {"quantizer": quantizer.name})

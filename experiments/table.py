@@ -29,11 +29,13 @@ def number(value: float | int | str | None, digits: int = 1, signed: bool = Fals
     return text + suffix
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str | None = None) -> None:
-    """Print one table; the first column is left-aligned, numbers are right-aligned."""
+def show(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str | None = None, text: Sequence[int] = (0,)
+) -> None:
+    """Print one table; numbers are right-aligned, the columns of `text` (by default the first) left-aligned."""
     table = Table(title=title, caption=note, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(column, justify="left" if i in text else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console().print(table)

@@ -17,9 +17,10 @@ class ModelConfig:
 
     name: smollm2 | gemma3 (GGUF in an installed package), hub (needs id), path (needs path), gguf (needs path), a named
         shape with random weights (llama2-7b, llama3-8b, qwen2.5-7b, mistral-7b, each also with -tiny), or directly a
-        hub id or a local path.
+        hub id or a local path; shape: only the dimensions below, for planning and simulation.
     id: hub id, e.g. HuggingFaceTB/SmolLM2-135M-Instruct. path: local folder or .gguf file.
     seed: of random weights.
+    layers, kv_heads, head_dim, query_heads (None: kv_heads), parameters, vocab, max_positions: of name=shape only.
     """
 
     name: str = "smollm2"
@@ -28,6 +29,52 @@ class ModelConfig:
     dtype: Dtype = "float32"
     device: str = "cpu"
     seed: int = 0
+    layers: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    query_heads: int | None = None
+    parameters: int | None = None
+    vocab: int | None = None
+    max_positions: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in SHAPE_FIELDS:
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, value, "at least 1, or null")
+            require(value is None or self.name == "shape", name, value, "null, unless model=shape: other models know their own")
+
+
+SHAPE_FIELDS = ("layers", "kv_heads", "head_dim", "query_heads", "parameters", "vocab", "max_positions")
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """The machine that a plan or a simulation is about. All rates are what is sustained, not what a data sheet promises.
+
+    memory: bytes, or text like 80GiB. bandwidth: bytes/s at which weights are read; kv_bandwidth: at which attention reads
+    the cache. flops: floating point operations/s in matrix products; attention_flops: in attention.
+    overhead_s: seconds per forward that no byte and no operation accounts for (launches, planning, sampling).
+    host_link: bytes/s between the cache and host memory, for swapping.
+    """
+
+    name: str = "cpu"
+    memory: int | str = "8GiB"
+    bandwidth: float = 3.0e10
+    kv_bandwidth: float = 1.0e10
+    flops: float = 3.0e11
+    attention_flops: float = 5.0e10
+    overhead_s: float = 0.03
+    host_link: float = 5.0e9
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.memory, "memory")
+        for name in ("bandwidth", "kv_bandwidth", "flops", "attention_flops", "host_link"):
+            require(0 < getattr(self, name) < float("inf"), name, getattr(self, name), "above 0 and finite")
+        require(0 <= self.overhead_s < float("inf"), "overhead_s", self.overhead_s, "at least 0 and finite")
+
+    @property
+    def memory_bytes(self) -> int:
+        return parse_bytes(self.memory, "memory") or 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +159,7 @@ class RunnerConfig:
 class EngineConfig:
     """All settings of an engine. Policies are named: {"name": "lru", field: value, ...}.
 
+    device: what a plan or a simulation assumes; a real run takes its machine as it is.
     scales: a scale file, for quantizers with static scales. policy_modules: modules with policies of your own.
     """
 
@@ -120,6 +168,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     runner: RunnerConfig = field(default_factory=RunnerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
     quantizer: dict[str, Any] = field(default_factory=lambda: {"name": "none"})
     allocator: dict[str, Any] = field(default_factory=lambda: {"name": "paged"})
     evictor: dict[str, Any] = field(default_factory=lambda: {"name": "lru"})

@@ -1,8 +1,19 @@
-"""Loading models. `load_model`, `wrap_model`, `shape_of` and `fingerprint` are what the rest of the project uses."""
+"""Loading models. The rest of the project uses `load_model`, `wrap_model`, `dimensions`, `shape_of` and `fingerprint`."""
 
+from qkv.models.dimensions import Dimensions, dimensions
 from qkv.models.fingerprint import fingerprint
 from qkv.models.loader import LoadedModel, load_model, resolve, wrap_model
 from qkv.models.memory import free_memory
 from qkv.models.shapes import shape_of
 
-__all__ = ["LoadedModel", "fingerprint", "free_memory", "load_model", "resolve", "shape_of", "wrap_model"]
+__all__ = [
+    "Dimensions",
+    "LoadedModel",
+    "dimensions",
+    "fingerprint",
+    "free_memory",
+    "load_model",
+    "resolve",
+    "shape_of",
+    "wrap_model",
+]

@@ -34,9 +34,10 @@ class LoadedModel:
 
 
 class Place(NamedTuple):
-    """Where to load from: a packaged GGUF or random shape by name, a local folder or .gguf file, or a hub id."""
+    """Where to load from: a packaged GGUF or random shape by name, a local folder or .gguf file, a hub id; or, for planning
+    and simulation only, a shape given by its dimensions."""
 
-    kind: Literal["package", "random", "path", "gguf", "hub"]
+    kind: Literal["package", "random", "path", "gguf", "hub", "shape"]
     value: str
 
 
@@ -54,6 +55,11 @@ def resolve(config: ModelConfig) -> Place:
         if not config.path:
             raise ModelError(f"model={name} needs a path, e.g. model.path=./my-model" + (".gguf" if name == "gguf" else ""))
         return _local(config.path)
+    if name == "shape":
+        missing = [f"model.{key}=..." for key in ("layers", "kv_heads", "head_dim") if getattr(config, key) is None]
+        if missing:
+            raise ModelError(f"model=shape needs its dimensions: add {', '.join(missing)}")
+        return Place("shape", name)
     if name in PACKAGES:
         return Place("package", name)
     if name in RANDOM_SHAPES:
@@ -63,7 +69,7 @@ def resolve(config: ModelConfig) -> Place:
         return _local(name)
     if name.count("/") == 1 and all(name.split("/")):
         return Place("hub", name)
-    known = [*PACKAGES, *RANDOM_SHAPES, "hub", "path", "gguf"]
+    known = [*PACKAGES, *RANDOM_SHAPES, "hub", "path", "gguf", "shape"]
     raise ModelError(f"unknown model '{name}'; {suggest(name, known)}, a hub id (owner/name), or a local folder or .gguf file")
 
 
@@ -74,6 +80,8 @@ def load_model(config: "ModelConfig | str") -> LoadedModel:
     """
     config = ModelConfig(name=config) if isinstance(config, str) else config
     place = resolve(config)
+    if place.kind == "shape":
+        raise ModelError("model=shape has dimensions but no weights: use it with experiment=plan or runner=simulated")
     dtype: torch.dtype = getattr(torch, config.dtype)
     device = _device(config.device)
     name = place.value

@@ -12,7 +12,16 @@ from calibration.data import DATA
 from experiments import cli
 from experiments.base import EXPERIMENTS, Workload, build
 from experiments.loggers import LOGGERS
-from qkv.config import AttentionConfig, CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from qkv.config import (
+    SHAPE_FIELDS,
+    AttentionConfig,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
 from qkv.models.gguf import PACKAGES
 from qkv.models.shapes import RANDOM_SHAPES
 from qkv.policies.allocator.base import ALLOCATORS
@@ -36,11 +45,13 @@ REGISTRIES: dict[str, Registry[Any]] = {
 SCHEMAS = {
     "attention": AttentionConfig,
     "cache": CacheConfig,
+    "device": DeviceConfig,
     "runner": RunnerConfig,
     "scheduler": SchedulerConfig,
     "workload": Workload,
 }
 NEEDED = {"model=hub": ["model.id=a/b"], "model=path": ["model.path={dir}"], "model=gguf": ["model.path={file}"]}
+NEEDED |= {"model=shape": ["model.layers=2", "model.kv_heads=2", "model.head_dim=16"]}
 NEEDED |= {"data=jsonl": ["data.path={file}"], "data=text": ["data.path={dir}"], "data=hub": ["data.path=wikitext"]}
 
 
@@ -63,7 +74,7 @@ def read(group: str, option: str) -> dict[str, Any]:
 
 
 def test_the_groups_are_those_of_the_design() -> None:
-    named = "model quantizer allocator evictor preemptor attention scheduler cache runner data workload logger experiment"
+    named = "model quantizer allocator evictor preemptor attention scheduler cache runner device data workload logger experiment"
     assert set(GROUPS) == set(named.split())
 
 
@@ -107,16 +118,17 @@ def test_settings_files_state_every_field(group: str) -> None:
         values = read(group, option)
         assert set(values) == {f.name for f in dataclasses.fields(schema)}
         from_mapping(schema, values, group)
-    first = "auto" if group == "attention" else "default"
+    first = {"attention": "auto", "device": "cpu"}.get(group, "default")
     assert from_mapping(schema, read(group, first), group) == schema()
 
 
 def test_models_are_those_that_can_be_loaded_by_name() -> None:
-    assert set(GROUPS["model"]) == {*PACKAGES, *RANDOM_SHAPES, "hub", "path", "gguf"}
+    assert set(GROUPS["model"]) == {*PACKAGES, *RANDOM_SHAPES, "hub", "path", "gguf", "shape"}
     for option in GROUPS["model"]:
         values = read("model", option)
         assert values["name"] == option
-        assert set(values) == {f.name for f in dataclasses.fields(ModelConfig)}
+        own = set() if option == "shape" else set(SHAPE_FIELDS)
+        assert set(values) == {f.name for f in dataclasses.fields(ModelConfig)} - own
 
 
 def test_experiments_are_registered_and_their_files_state_every_field() -> None:
