@@ -17,8 +17,8 @@ STATIC_SCALES = ("tensor", "head", "channel")  # parameters of the quantizer, no
 class KVFormat:
     """An affine storage format: value = (code - zero) * scale, or the raw value where scale is "none" and bits >= 16.
 
-    bits: payload bits per element; 4, 3 and 2 bits are packed into uint8 rows (low nibble = first half of D) as
-        code + 2^(bits-1), so that packed codes are unsigned. 64 stores float64 models raw.
+    bits: payload bits per element; 4, 3 and 2 bits are packed into uint8 rows as reference/packing.py says. 64 stores
+        float64 models raw.
     storage: dtype of the codes.
     scale: who shares one scale. "tensor", "head" [H] and "channel" [H, D] are static (per layer, not in the pool);
         "token" [N, H, B], "token_group" [N, H, B, D/group] and "block_channel" [N, H, D] are planes of the pool.
@@ -62,6 +62,10 @@ class KVFormat:
         if self.bits >= 8:
             return D
         return math.ceil(D * self.bits / 8)
+
+    def unpacked_dim(self, Dp: int) -> int:
+        """Channels (D) of a row of Dp elements of `storage`."""
+        return Dp if self.bits >= 8 else Dp * 8 // self.bits
 
     def scale_shape(self, N: int, H: int, B: int, D: int) -> tuple[int, ...] | None:
         """Shape of the scale plane in the pool, or None where scales are static or absent."""

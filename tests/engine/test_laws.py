@@ -328,7 +328,7 @@ def test_law9_allocated_bytes_are_the_formula() -> None:
             )
             memory = engine.metrics()["memory"]
             assert allocated == formula == memory["pool_bytes"] == 128 * store.block_bytes
-            statics = 3 * 2 * 16 * 4 if scales(quantizer) is not None else memory["static_bytes"]
+            statics = sum(t.nbytes for i in range(len(engine.layers)) for s in engine._parts.quantizer.statics(i) for t in s if t is not None)
             assert memory["static_bytes"] == statics
 
 

@@ -22,7 +22,7 @@ LAYERS = {
     "mla": {"Dk": 24, "Dv": 16},
     "all": {"H": 1, "G": 5, "Dk": 12, "Dv": 20, "window": 11, "softcap": 5.0, "sinks": True},
 }
-QUANTIZERS = ["none", "fp8", "int8", {"name": "int8", "zero_point": True}, "int8_token"]
+QUANTIZERS = ["none", "fp8", "int8", {"name": "int8", "zero_point": True}, "int8_token", "int4", "rotated", {"name": "rotated", "bits": 3}]
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 2e-5) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from qkv_kernels.format import KVFormat
 from qkv_kernels.reference import codec
+from qkv_kernels.reference.hadamard import hadamard
 
 GROUP_ELEMENTS = 2**20  # decodes are batched up to this many elements of padded K: 4 MB stay in a CPU's cache
 QUERY_ROWS = 64  # rows of a prefill chunk scored at a time: bounds memory, and skips keys no row of them sees
@@ -62,7 +63,11 @@ def attend(
     H = k.codes.shape[1]
     T, Hq, _ = q.shape
     queries = q.to(torch.float64 if q.dtype == torch.float64 else torch.float32).unflatten(1, (H, Hq // H))
-    out = q.new_zeros(T, Hq, v.codes.shape[-1] * (2 if v.fmt.bits == 4 else 1))
+    if k.fmt.rotate:  # (R q) . (R k) = q . k, so keys are never rotated back
+        queries = hadamard(queries)
+    if raw is not None:
+        raw = (_as_stored(raw[0], k, queries.dtype), _as_stored(raw[1], v, queries.dtype))
+    out = q.new_zeros(T, Hq, v.fmt.unpacked_dim(v.codes.shape[-1]))
     for first, last in _groups(seq_lens, num_decodes, H * q.shape[-1]):
         rows = slice(query_start[first], query_start[last])
         R, t = last - first, (rows.stop - rows.start) // (last - first)
@@ -74,12 +79,19 @@ def attend(
         )
         if raw is not None:
             request, where = torch.arange(R, device=q.device)[:, None], q_pos - k_pos[:, :1]
-            keys[request, :, where] = raw[0][rows].to(keys.dtype).unflatten(0, (R, t))
-            values[request, :, where] = raw[1][rows].to(keys.dtype).unflatten(0, (R, t))
+            keys[request, :, where] = raw[0][rows].unflatten(0, (R, t))
+            values[request, :, where] = raw[1][rows].unflatten(0, (R, t))
         core = _tiled if deterministic else _dense
         result = core(queries[rows].unflatten(0, (R, t)), keys, values, q_pos, k_pos, rule)
+        if v.fmt.rotate:  # weighted sums of rotated values, rotated back once
+            result = hadamard(result)
         out[rows] = result.flatten(2, 3).flatten(0, 1).to(q.dtype)
     return out
+
+
+def _as_stored(rows: torch.Tensor, plane: Plane, dtype: torch.dtype) -> torch.Tensor:
+    """Unquantized K or V in the basis that the plane's values are in."""
+    return hadamard(rows.to(dtype)) if plane.fmt.rotate else rows.to(dtype)
 
 
 def _groups(seq_lens: list[int], num_decodes: int, width: int) -> list[tuple[int, int]]:
@@ -126,7 +138,7 @@ def _gather(plane: Plane, table: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     static_scale, static_zero = (
         s.unsqueeze(1) if s is not None and s.dim() else s for s in (plane.static_scale, plane.static_zero)
     )
-    return codec.decode(keys(plane.codes), scale, zero, plane.fmt, dtype, static_scale, static_zero)
+    return codec.dequantize(keys(plane.codes), scale, zero, plane.fmt, dtype, static_scale, static_zero)
 
 
 def _visible(q_pos: torch.Tensor, k_pos: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Encode and decode of every token-unit affine format, driven by KVFormat. The definition that kernels are compared with.
+"""Encode and decode of every affine format, driven by KVFormat. The definition that kernels are compared with.
 
 A code q is a signed integer (or an fp8 number); its value is q * scale, (q - zero) * scale with zero="code", or
 q * scale + zero with zero="float". Rules, each implied by the format:
@@ -10,32 +10,33 @@ q * scale + zero with zero="float". Rules, each implied by the format:
 
 Scales and zeros are rounded to `scale_dtype` first and codes are computed from them as stored, so that decoding uses
 exactly what encoding used. All arithmetic is IEEE float32 (float64 for float64 input), rounding is half to even.
-Does not know about: pools, blocks, attention.
+Rotated formats are rotated first; `dequantize` gives their rotated values, which is what attention works with, `decode`
+rotates back. Does not know about: pools, which block a row belongs to, attention.
 """
 
 import torch
 
 from qkv_kernels.format import STATIC_SCALES, KVFormat
+from qkv_kernels.reference.hadamard import hadamard
+from qkv_kernels.reference.packing import multiple_of, pack, unpack
 
 Encoded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 MIN_SCALE = 2.0**-24  # smallest positive float16: constant and zero rows divide by this instead of by zero
+HUGE = 2.0**100  # far beyond what scales reach; sums of that many stay finite
 
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
     """None if this codec handles the format at head dim D, else the reason."""
     if fmt.unit != "token":
         return f"the reference codec encodes single tokens, not {fmt.unit}s"
-    if fmt.rotate:
-        return "the reference codec does not rotate"
     if fmt.raw:
         return None if fmt.storage.is_floating_point else f"raw storage must be a float type, not {fmt.storage}"
-    if fmt.bits not in (8, 4):
-        return f"the reference codec has no {fmt.bits}-bit codes"
     if fmt.group is not None and D % fmt.group:
         return f"head dim {D} is not a multiple of the scale group {fmt.group}"
-    if fmt.bits == 4 and (D % 2 or fmt.storage != torch.uint8):
-        return f"4-bit codes need an even head dim (got {D}) and uint8 storage (got {fmt.storage})"
+    if fmt.bits < 8 and (D % multiple_of(fmt.bits) or fmt.storage != torch.uint8):
+        needs = f"a head dim that is a multiple of {multiple_of(fmt.bits)} (got {D}) and uint8 storage (got {fmt.storage})"
+        return f"{fmt.bits}-bit codes need {needs}"
     is_float = fmt.storage.is_floating_point
     if fmt.bits == 8 and not (is_float or fmt.storage == torch.int8):
         return f"8-bit codes are int8 or fp8, not {fmt.storage}"
@@ -52,6 +53,8 @@ def encode(
     if fmt.raw:
         return x.to(fmt.storage), None, None
     x = x.to(_compute_dtype(x.dtype))
+    if fmt.rotate:
+        x = hadamard(x.clamp(-HUGE, HUGE))
     scale: torch.Tensor | None
     zero: torch.Tensor | None
     if fmt.scale in STATIC_SCALES or fmt.scale == "none":
@@ -69,10 +72,25 @@ def encode(
     if fmt.storage.is_floating_point:  # clamp first: the cast itself gives NaN or inf beyond the largest value
         return x.clamp(qmin, qmax).to(fmt.storage), scale, zero
     q = x.round().clamp(qmin, qmax)
-    return (_pack4(q) if fmt.bits == 4 else q.to(fmt.storage)), scale, zero
+    return (pack(q, fmt.bits) if fmt.bits < 8 else q.to(fmt.storage)), scale, zero
 
 
 def decode(
+    data: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    fmt: KVFormat,
+    dtype: torch.dtype,
+    static_scale: torch.Tensor | None = None,
+    static_zero: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What encode() was given, as stored: dequantize(), rotated back if the format rotates. Same arguments."""
+    if not fmt.rotate:
+        return dequantize(data, scale, zero, fmt, dtype, static_scale, static_zero)
+    return hadamard(dequantize(data, scale, zero, fmt, _compute_dtype(dtype), static_scale, static_zero)).to(dtype)
+
+
+def dequantize(
     data: torch.Tensor,
     scale: torch.Tensor | None,
     zero: torch.Tensor | None,
@@ -141,16 +159,10 @@ def _spread(s: torch.Tensor, fmt: KVFormat, x: torch.Tensor) -> torch.Tensor:
     return s if fmt.scale in ("tensor", "channel") else s[..., None]
 
 
-def _pack4(q: torch.Tensor) -> torch.Tensor:
-    """Signed codes [..., D] -> uint8 [..., D/2]; the low nibble is the first half of D."""
-    low, high = (q + 8).to(torch.uint8).chunk(2, -1)
-    return low | (high << 4)
-
-
 def _widen(data: torch.Tensor, fmt: KVFormat, dtype: torch.dtype) -> torch.Tensor:
     """Codes as numbers, in a new tensor."""
-    if fmt.bits == 4:
-        return torch.cat([data & 15, data >> 4], -1).to(dtype).sub_(8)
+    if fmt.bits < 8:
+        return unpack(data, fmt.bits).to(dtype).sub_(2 ** (fmt.bits - 1))
     if not fmt.storage.is_floating_point:
         return data.to(dtype)
     # A table of the 256 values: same numbers as .to(), several times faster on a CPU.

@@ -19,9 +19,9 @@ from qkv.scales import ScaleFile
 class Quantizer(ABC):
     """A KV quantizer. Registered dataclass = settings = YAML schema.
 
-    Laws (contract tests run them on every registered name): pure; finite in, finite out; zeros stay zeros; for
-    token-unit formats encode(x)[i] equals encode(x[i:i+1]) byte for byte, so that chunking, prefix hits and
-    recomputation store the same bytes.
+    Laws (contract tests run them on every registered name): pure; finite in, finite out; zeros stay zeros (to within half a
+    step where a zero point is static); for token-unit formats encode(x)[i] equals encode(x[i:i+1]) byte for byte, so that
+    chunking, prefix hits and recomputation store the same bytes.
     """
 
     name: ClassVar[str]
