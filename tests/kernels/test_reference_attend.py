@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from qkv.layout import AttentionMetadata, HeadFormat, LayerShape
 from qkv.policies.quantizer.none import NoneQuantizer
 from qkv_kernels.reference import attend as module
-from tests.kernels.paged import Paged, dense, shape
+from tests.kernels.paged import CPU, Paged, dense, shape
 
 LAYERS = {
     "plain": {},
@@ -22,7 +22,7 @@ LAYERS = {
     "mla": {"Dk": 24, "Dv": 16},
     "all": {"H": 1, "G": 5, "Dk": 12, "Dv": 20, "window": 11, "softcap": 5.0, "sinks": True},
 }
-QUANTIZERS = ["none", "fp8", "int8", {"name": "int8", "zero_point": True}, "int8_token", "int4", "rotated", {"name": "rotated", "bits": 3}]
+QUANTIZERS = ["none", "fp8", "int8", {"name": "int8", "zero_point": True}, "int8_token", "int4", "rotated"]
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 2e-5) -> None:
@@ -54,6 +54,16 @@ def test_equals_dense_attention_over_stored_values(quantizer: object, layer: str
     paged = Paged(shape(**LAYERS[layer]), quantizer, lengths, deterministic=deterministic)
     for r, out in enumerate(paged.run(mixed(lengths, 33))):
         close(out, paged.expected(r))
+
+
+@pytest.mark.parametrize("bits", [3, 2])
+def test_odd_widths_need_head_dims_they_pack_into(bits: int) -> None:
+    quantizer = {"name": "rotated", "bits": bits, "group": 32}
+    paged = Paged(shape(Dk=48, Dv=80, softcap=3.0, sinks=True), quantizer, [60])
+    close(paged.run([{0: 50}, {0: 9}, {0: 1}])[0], paged.expected(0))
+    refusal = paged.backend.supports(*paged.quantizer.formats(0)[0][1:], shape(Dk=12 if bits == 3 else 6), 8, CPU)
+    assert refusal is not None
+    assert "multiple of" in refusal
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])

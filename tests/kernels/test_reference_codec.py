@@ -86,7 +86,7 @@ def test_constant_rows_stay_finite_and_zeros_stay_zeros(fmt: KVFormat, value: fl
     assert out.isfinite().all()
     if abs(value) < 1e-20:
         assert not out.any()
-    elif abs(value) < 1e5:
+    elif abs(value) < (5e4 if fmt.rotate else 1e5):  # rotated, a constant row is one value sqrt(8) times as large
         torch.testing.assert_close(out, torch.full_like(out, value), rtol=2**-9, atol=1e-6)
 
 
@@ -95,7 +95,7 @@ def test_codes_are_computed_from_the_scale_as_stored(fmt: KVFormat) -> None:
     """Encoding what was decoded, with the stored parameters, changes nothing."""
     x = torch.randn(5, 2, 8)
     data, scale, zero = codec.encode(x, fmt)
-    values = codec.decode(data, scale, zero, fmt, torch.float32)
+    values = codec.dequantize(data, scale, zero, fmt, torch.float32)
     wide = values.unflatten(-1, (-1, fmt.group)) if fmt.group else values
     s = scale[..., None].float()  # type: ignore[index]
     q = wide / s
