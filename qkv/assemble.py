@@ -136,7 +136,7 @@ def _assemble(
         block_size=B,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
-        max_blocks=min(-(-max_model_len // B), pool.num_blocks),
+        max_blocks=max(min(-(-max_model_len // B), pool.num_blocks), allocator.blocks_for(1)),
         reads=config.attention.reads,
         deterministic=config.runner.deterministic,
     )

@@ -279,3 +279,10 @@ def test_observers_see_real_tokens_once() -> None:
             engine.generate([tokens(0, 21)], SamplingParams(max_tokens=1))
         engine.generate([tokens(1, 30)], SamplingParams(max_tokens=1))
     assert rows == {0: 21, 1: 21, 2: 21}  # no padding rows, nothing after the with
+
+
+def test_contiguous_regions_may_be_longer_than_any_request() -> None:
+    with make(allocator={"name": "contiguous", "block_size": 16, "max_len": 200}, max_model_len=100, num_blocks=40) as engine:
+        outs = engine.generate([tokens(i, 20) for i in range(5)], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert all(len(o.token_ids) == 5 for o in outs)
+        engine.check()
