@@ -284,12 +284,13 @@ class Engine:
     @contextmanager
     def observe(self, observer: Observer) -> Iterator[None]:
         """While active, observer(layer, k [T, H, Dk], v [T, H, Dv]) sees the keys and values of every forward, unquantized
-        and without padding."""
-        self._parts.runner.observer = observer
+        and without padding. Nothing is taken from the prefix cache meanwhile: every token of every prompt is seen."""
+        runner, manager = self._parts.runner, self.scheduler.manager
+        runner.observer, manager.reuse = observer, False
         try:
             yield
         finally:
-            self._parts.runner.observer = None
+            runner.observer, manager.reuse = None, True
 
     def metrics(self) -> dict[str, Any]:
         """Counters and rates since the start, in the parts of an experiment record: memory, speed, cache, attention."""

@@ -28,6 +28,7 @@ class BlockManager:
         self.allocator, self.host, self.recorder = allocator, host, recorder
         self.block_size = allocator.block_size
         self._hasher = hasher
+        self.reuse = True  # False: blocks are still published, but no request takes any
         self._block_bytes = block_bytes
         self._reserve = int(watermark * (allocator.num_blocks - allocator.num_reserved))
 
@@ -59,7 +60,7 @@ class BlockManager:
     def _match(self, request: Request) -> list[BlockId]:
         """Cached blocks of the request's prefix. At least one token is always left to compute, and for a scoring request
         every position whose logits are wanted and not yet scored."""
-        if self._hasher is None:
+        if self._hasher is None or not self.reuse:
             return []
         last = request.num_inputs - 1
         if request.score_from is not None:

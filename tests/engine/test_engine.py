@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from calibration.collect import calibrate
+from qkv.cache.store import KVStore
 from qkv.engine import Engine
 from qkv.errors import ConfigError, ModelError, RequestError
+from qkv.layout import LayerShape
+from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.types import SamplingParams
 from tests.engine.support import make, model, tokens
-from tests.engine.tiny_models import VOCAB
+from tests.engine.tiny_models import VOCAB, tiny_model
 
 
 class _Letters:
@@ -286,3 +290,46 @@ def test_contiguous_regions_may_be_longer_than_any_request() -> None:
         outs = engine.generate([tokens(i, 20) for i in range(5)], SamplingParams(max_tokens=5, ignore_eos=True))
         assert all(len(o.token_ids) == 5 for o in outs)
         engine.check()
+
+
+def test_a_resent_prompt_hits_on_a_model_with_sliding_and_full_layers_and_gives_the_same_answer() -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1)
+    with make(model_name="gemma2", deterministic=True) as engine:
+        cold, warm = (engine.generate([tokens(0, 70)], params)[0] for _ in range(2))
+        assert warm.metrics.cached_tokens == 64
+        assert (warm.token_ids, warm.logprobs) == (cold.token_ids, cold.logprobs)
+
+
+def test_layers_of_different_head_dims_share_a_pool_sized_with_their_scale_bytes() -> None:
+    shapes = [LayerShape(0, H=2, Hq=4, Dk=16, Dv=16, scaling=1.0), LayerShape(1, H=1, Hq=4, Dk=64, Dv=32, scaling=1.0)]
+    quantizer = QUANTIZERS.build("int8_token")
+    quantizer.bind(shapes, None, torch.float32, torch.device("cpu"))
+    store = KVStore(shapes, [quantizer.formats(i) for i in range(2)], 5, 16, torch.device("cpu"))
+    assert store.block_bytes == 16 * (2 * (16 + 2) * 2 + (64 + 2) + (32 + 2))
+    assert (
+        store.pool_bytes
+        == 5 * store.block_bytes
+        == sum(t.numel() * t.element_size() for i in range(2) for p in store.planes(i) for t in p.tensors)
+    )
+
+
+def test_new_weights_need_a_reset_and_then_nothing_old_is_read() -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    changed = tiny_model("llama", seed=1)
+    with make() as engine:
+        engine.generate([tokens(0, 40)], params)
+        original = {k: v.clone() for k, v in engine.loaded.model.state_dict().items()}
+        try:
+            engine.loaded.model.load_state_dict(changed.state_dict())
+            engine.reset_prefix_cache()
+            after = engine.generate([tokens(0, 40)], params)[0]
+        finally:
+            engine.loaded.model.load_state_dict(original)
+    with Engine.create(changed, num_blocks=64) as fresh:
+        assert fresh.generate([tokens(0, 40)], params)[0].token_ids == after.token_ids
+
+
+def test_calibration_does_not_depend_on_what_is_cached() -> None:
+    with make() as engine:
+        files = [calibrate(engine, [tokens(3, 60), tokens(4, 30)], QUANTIZERS.build("int8")) for _ in range(2)]
+    assert all(torch.equal(files[0].tensors[name], files[1].tensors[name]) for name in files[0].tensors)
