@@ -1,0 +1,110 @@
+"""Causal attention of prompt chunks over stored pages, each request with its own length.
+
+Takes: queries of several requests, packed; K and V are in their pages already. Gives: attention output.
+Does not know about: how rows were encoded or written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qkv_kernels.reference.attend import Plane, Rule
+from qkv_kernels.triton import tuning
+from qkv_kernels.triton._attend import add_sink, attend_rows, finish
+from qkv_kernels.triton.append import pointers
+from qkv_kernels.triton.launch import Launch
+from qkv_kernels.triton.problem import check_attend, problem
+from qkv_kernels.triton.spec import check_index
+
+
+def extend(
+    q: torch.Tensor,
+    k: Plane,
+    v: Plane,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    longest: int,
+    rule: Rule,
+    out: torch.Tensor,
+) -> None:
+    """Rows query_start[r] to query_start[r+1] of q are the last tokens of request r, which has seq_lens[r] keys.
+
+    q [T, Hq, Dk]; block_table [R, M], query_start [R+1], seq_lens [R], all int32; longest: rows of the longest request, on the
+    host. Writes out [T, Hq, Dv] in q's dtype; rows of no request are left as they are.
+    """
+    for launch in extend_launches(q, k, v, block_table, query_start, seq_lens, longest, rule, out, tuning.arch(q.device)):
+        launch.run()
+
+
+def extend_launches(
+    q: torch.Tensor,
+    k: Plane,
+    v: Plane,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    longest: int,
+    rule: Rule,
+    out: torch.Tensor,
+    arch: str,
+) -> list[Launch]:
+    """Checks the arguments of extend (ValueError names them); what to launch on an architecture."""
+    q, K, V = check_attend(q, k, v, block_table, seq_lens, rule, out)
+    R, H = len(seq_lens), k.codes.shape[1]
+    check_index(query_start, "query_start", torch.int32, 1)
+    if len(query_start) != R + 1:
+        raise ValueError(f"query_start must have {R + 1} entries for {R} requests, got {len(query_start)}")
+    if not R or not longest:
+        return []
+    rows, keys, warps, stages = tuning.extend(arch, K, V)
+    P = problem(q, K, V, q.shape[1] // H, rule, rows, keys)
+    grid = (triton.cdiv(longest, P.rows // P.G), H, R)
+    strides = (*q.stride()[:2], block_table.stride(0), *out.stride()[:2])
+    args = (q, *pointers(k), *pointers(v), block_table, query_start, seq_lens, rule.sinks, out, *strides)
+    return [Launch(extend_kernel, grid, args, {"K": K, "V": V, "P": P}, {"num_warps": warps, "num_stages": stages})]
+
+
+@triton.jit
+def extend_kernel(
+    q, k_codes, k_scale, k_zero, k_static_scale, k_static_zero, v_codes, v_scale, v_zero, v_static_scale, v_static_zero,
+    block_table, query_start, seq_lens, sinks, out, q_stride_t, q_stride_h, table_stride, out_stride_t, out_stride_h,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Program (i, h, r): the i-th tile from the end (the longest rows first) of request r and kv head h."""
+    TOKENS: tl.constexpr = P.rows // P.G
+    head, request = tl.program_id(1), tl.program_id(2)
+    first_row = tl.load(query_start + request)
+    count = tl.load(query_start + request + 1) - first_row
+    tile = tl.cdiv(count, TOKENS) - 1 - tl.program_id(0)
+    if tile < 0:
+        return
+    row = tl.arange(0, P.rows)
+    token = tile * TOKENS + row // P.G
+    row_head = head * P.G + row % P.G
+    keep = (row < TOKENS * P.G) & (token < count)
+    length = tl.load(seq_lens + request)
+    first = length - count + tile * TOKENS  # position of the tile's first token
+    position = length - count + token
+    stop = tl.minimum(first + TOKENS, length)
+    start = 0
+    if P.window is not None:
+        start = tl.maximum(first - P.window + 1, 0) // P.keys * P.keys
+    full = (first + 1) // P.keys * P.keys
+    at = (first_row + token).to(tl.int64)
+    acc_low, acc_high, top, total = attend_rows(
+        q + at * q_stride_t + row_head * q_stride_h, keep, position, start, full, stop, head,
+        block_table + request.to(tl.int64) * table_stride,
+        k_codes, k_scale, k_zero, k_static_scale, k_static_zero, v_codes, v_scale, v_zero, K, V, P,
+    )  # fmt: skip
+    share = total
+    if sinks is not None:
+        total = add_sink(top, total, tl.load(sinks + row_head, mask=keep, other=0.0))
+    c = tl.arange(0, V.lanes)
+    to = out + (at * out_stride_t + row_head * out_stride_h)[:, None] + c[None, :]
+    mask = keep[:, None] & (c < V.width)[None, :]
+    low = finish(acc_low, share, total, head, 0, v_static_scale, v_static_zero, V)
+    tl.store(to, low.to(out.dtype.element_ty), mask=mask)
+    if V.streams == 2:
+        high = finish(acc_high, share, total, head, 1, v_static_scale, v_static_zero, V)
+        tl.store(to + V.width, high.to(out.dtype.element_ty), mask=mask)

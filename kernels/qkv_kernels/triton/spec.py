@@ -1,0 +1,208 @@
+"""What the Triton kernels specialise on: the format of K or V with the strides of its planes, and the rule of a layer.
+
+Takes: planes and rules as the reference takes them. Gives: hashable constants, or the reason why a format is refused.
+Imports no triton. Does not know about: launching, tile sizes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from qkv_kernels.format import STATIC_SCALES, KVFormat
+from qkv_kernels.reference import codec
+from qkv_kernels.reference.attend import Plane
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MAX_GROUP = 16  # query heads per kv head
+
+
+@dataclass(frozen=True)
+class Side:
+    """K or V as the kernels see it. Strides in elements: of pages, heads and rows; of statics, heads and channels."""
+
+    fmt: KVFormat
+    D: int
+    B: int
+    codes: tuple[int, ...]
+    scales: tuple[int, ...] = ()
+    zeros: tuple[int, ...] = ()
+    static_scales: tuple[int, int] = (0, 0)
+    static_zeros: tuple[int, int] = (0, 0)
+
+    @property
+    def kind(self) -> Literal["raw", "int8", "int4", "e4m3", "e5m2"]:
+        if self.fmt.raw:
+            return "raw"
+        if self.fmt.bits == 4:
+            return "int4"
+        names: dict[torch.dtype, Literal["int8", "e4m3", "e5m2"]] = {
+            torch.int8: "int8",
+            torch.float8_e4m3fn: "e4m3",
+            torch.float8_e5m2: "e5m2",
+        }
+        return names[self.fmt.storage]
+
+    @property
+    def scale(self) -> Literal["none", "static", "token", "group"]:
+        """Where the scale is applied: nowhere, per channel outside the loop, per token on scores, or on every element."""
+        if self.fmt.scale in STATIC_SCALES:
+            return "static"
+        kinds: dict[str, Literal["none", "token", "group"]] = {"none": "none", "token": "token", "token_group": "group"}
+        return kinds[self.fmt.scale]
+
+    @property
+    def zero(self) -> str:
+        return self.fmt.zero
+
+    @property
+    def streams(self) -> int:
+        """Numbers per byte. int4 keeps the first half of D in low nibbles, the second in high ones: two streams of width D/2."""
+        return 2 if self.fmt.bits == 4 else 1
+
+    @property
+    def width(self) -> int:
+        """Channels per stream, which are also the elements of a stored row."""
+        return self.D // self.streams
+
+    @property
+    def lanes(self) -> int:
+        """`width` rounded up to a power of two: a tile's size; lanes past `width` are masked."""
+        return power_of_two(self.width)
+
+    @property
+    def group(self) -> int:
+        return self.fmt.group or 1
+
+    @property
+    def groups(self) -> int:
+        """Scale groups per stream."""
+        return self.width // self.group
+
+    @property
+    def code_min(self) -> float:
+        return codec.code_range(self.fmt)[0]
+
+    @property
+    def code_max(self) -> float:
+        return codec.code_range(self.fmt)[1]
+
+    @property
+    def scale_max(self) -> float:
+        return float(torch.finfo(self.fmt.scale_dtype).max)
+
+    @property
+    def code_unit(self) -> float:
+        """What a widened code must be multiplied with: e4m3 is read as float16 bits with another exponent bias."""
+        return 256.0 if self.kind == "e4m3" else 1.0
+
+    @property
+    def unit(self) -> float:
+        """The part of code_unit that is left for outside the matrix product: groups take it into their scales."""
+        return 1.0 if self.scale == "group" else self.code_unit
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The rest of what attention specialises on: one layer's rule, the compute types and the tile sizes.
+
+    rows: query rows of a tile, (token, head) pairs of one kv head, token major. keys: keys of a tile.
+    mat_k, mat_v: triton types of the two matrix products. normalize: whether queries are scaled to fit float16.
+    """
+
+    G: int
+    rows: int
+    keys: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+    mat_k: object
+    mat_v: object
+    normalize: bool
+
+
+def side(plane: Plane, D: int, name: str) -> Side:
+    """Checks a plane against its format. Raises ValueError naming the plane (`name`) and the tensor."""
+    fmt, N, H, B = plane.fmt, *plane.codes.shape[:3]
+    reason = refusal(fmt, D)
+    if reason:
+        raise ValueError(f"{name}: {reason}")
+    _check(plane.codes, f"{name}.codes", (N, H, B, fmt.packed_dim(D)), fmt.storage)
+    shape, zero = fmt.scale_shape(N, H, B, D), fmt.zero != "none"
+    static = {"tensor": (), "head": (H,), "channel": (H, D)}.get(fmt.scale)
+    pool = {"scale": shape, "zero": shape if zero else None}
+    given = {"static_scale": static, "static_zero": static if zero else None}
+    for part, wanted in (pool | given).items():
+        tensor = getattr(plane, part)
+        if (tensor is None) != (wanted is None):
+            raise ValueError(
+                f"{name}.{part} must {'not ' if wanted is None else ''}be given for scale '{fmt.scale}', zero '{fmt.zero}'"
+            )
+        if tensor is not None and wanted is not None:
+            _check(tensor, f"{name}.{part}", wanted, fmt.scale_dtype if part in pool else torch.float32)
+
+    def pool_strides(t: torch.Tensor | None) -> tuple[int, ...]:
+        return () if t is None else t.stride()[:3]
+
+    def static_strides(t: torch.Tensor | None) -> tuple[int, int]:
+        return (0, 0) if t is None or not t.dim() else (t.stride(0), t.stride(1) if t.dim() == 2 else 0)
+
+    return Side(
+        fmt,
+        D,
+        B,
+        plane.codes.stride()[:3],
+        pool_strides(plane.scale),
+        pool_strides(plane.zero),
+        static_strides(plane.static_scale),
+        static_strides(plane.static_zero),
+    )
+
+
+def refusal(fmt: KVFormat, D: int) -> str | None:
+    """None if the kernels read and write the format at head dim D, else the reason and what would work."""
+    reason = codec.refusal(fmt, D)
+    if reason:
+        return reason
+    if not MIN_HEAD_DIM <= D <= MAX_HEAD_DIM or D % 8:
+        return f"head dim {D} is not a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if fmt.bits == 64 or (fmt.raw and fmt.storage.itemsize * 8 != fmt.bits):
+        return f"raw storage is float32, float16 or bfloat16, not {fmt.storage} with {fmt.bits} bits"
+    if fmt.scale_dtype not in (torch.float16, torch.float32):
+        return f"scales are float16 or float32, not {fmt.scale_dtype}"
+    if fmt.group is not None:
+        width = D // 2 if fmt.bits == 4 else D
+        if fmt.group & (fmt.group - 1) or width % fmt.group:
+            return f"scale groups of {fmt.group} channels: must be a power of two that divides {width} at head dim {D}"
+    return None
+
+
+def check_rows(x: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> torch.Tensor:
+    """x with unit stride in its last dimension. Raises ValueError naming the argument."""
+    if x.dim() != len(shape) or any(n is not None and n != m for n, m in zip(shape, x.shape, strict=True)):
+        raise ValueError(f"{name} must have shape {tuple('any' if n is None else n for n in shape)}, got {tuple(x.shape)}")
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"{name} must be float32, float16 or bfloat16, got {x.dtype}")
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def check_index(x: torch.Tensor, name: str, dtype: torch.dtype, dim: int) -> None:
+    """Raises ValueError naming the argument."""
+    if x.dtype != dtype or x.dim() != dim or (x.numel() and x.stride(-1) != 1):
+        raise ValueError(f"{name} must be {dim}-dimensional {dtype} with unit stride, got {x.dtype} of shape {tuple(x.shape)}")
+
+
+def _check(t: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(t.shape) != shape or t.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype} of shape {shape}, got {t.dtype} of shape {tuple(t.shape)}")
+    if t.dim() > 3 and t.stride(-1) != 1:
+        raise ValueError(f"{name} must have unit stride in its last dimension, got strides {t.stride()}")
+
+
+def power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def bytes_of(t: torch.Tensor) -> torch.Tensor:
+    """fp8 as bytes: kernels convert by integer arithmetic, the same on every architecture and in the interpreter."""
+    return t.view(torch.uint8) if t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else t

@@ -1,0 +1,125 @@
+"""The Triton backend: codes are written and read by fused kernels on a GPU.
+
+Takes: Q, K, V of one layer. Gives: attention read from the pool. Does not know about: requests, scheduling, transformers.
+Imports triton only once it is bound.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from qkv.attention.base import BACKENDS, AttentionBackend, Reads
+from qkv.errors import ConfigError
+from qkv.layout import AttentionMetadata, KVFormat, LayerShape
+from qkv_kernels.reference.attend import Plane, Rule
+from qkv_kernels.triton import spec
+
+if TYPE_CHECKING:
+    from qkv.cache.store import KVStore
+    from qkv.policies.quantizer.base import Quantizer
+
+MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
+MAX_BLOCK_SIZE = 256
+
+
+@BACKENDS.register("triton")
+@dataclass
+class TritonBackend(AttentionBackend):
+    """Encode and scatter in one launch, then split decode and chunked prefill that dequantize on the way to the matrix unit.
+
+    Reads `cache` only, and not in deterministic mode: fixed tiles are the reference's. Custom encoders run in Python, their rows
+    are scattered by a kernel; reading stays fused.
+    """
+
+    fused: ClassVar[bool] = True
+
+    def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed (pip install triton)"
+        if device.type != "cuda":
+            return f"Triton kernels need a GPU, and the model is on {device.type}"
+        if not torch.version.hip and (has := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+            return f"Triton kernels need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or newer, this GPU has {has}"
+        if layer.Hq // layer.H > spec.MAX_GROUP:
+            return f"{layer.Hq // layer.H} query heads share a kv head; Triton kernels take up to {spec.MAX_GROUP}"
+        if B > MAX_BLOCK_SIZE:
+            return f"block_size {B} is above {MAX_BLOCK_SIZE}"
+        return spec.refusal(k, layer.Dk) or spec.refusal(v, layer.Dv)
+
+    def bind(self, store: "KVStore", quantizer: "Quantizer", layers: list[LayerShape], reads: Reads, deterministic: bool) -> None:
+        if reads == "raw" or deterministic:
+            what = "attention.reads=raw" if reads == "raw" else "runner.deterministic=true"
+            raise ConfigError(f"the triton backend does not run {what}: use attention.backend=reference with it, or leave it out")
+        from qkv_kernels.triton import tuning
+
+        self._quantizer, self._layers, self._custom = quantizer, layers, quantizer.encode_rule == "custom"
+        self._processors = tuning.processors(store.device)
+        self._planes = [
+            [
+                (
+                    p.heads,
+                    Plane(p.k_format, p.k_codes, p.k_scale, p.k_zero, s.k_scale, s.k_zero),
+                    Plane(p.v_format, p.v_codes, p.v_scale, p.v_zero, s.v_scale, s.v_zero),
+                )
+                for p, s in zip(store.planes(i), quantizer.statics(i), strict=True)
+            ]
+            for i in range(len(layers))
+        ]
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        meta: AttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        from qkv_kernels.triton.append import append
+        from qkv_kernels.triton.decode import decode, split_count
+        from qkv_kernels.triton.extend import extend
+
+        shape, n, R = self._layers[layer], meta.num_decodes, len(meta.seq_lens_list)
+        G, rows = shape.Hq // shape.H, meta.query_start_list[-1]
+        out = q.new_empty(len(q), shape.Hq, shape.Dv)
+        out[rows:].zero_()
+        for part, (heads, k_plane, v_plane) in enumerate(self._planes[layer]):
+            kv, qs = slice(heads.start, heads.stop), slice(heads.start * G, heads.stop * G)
+            if self._custom:
+                self._store_custom(layer, part, k[:, kv], v[:, kv], k_plane, v_plane, meta.slots)
+            else:
+                append(k[:, kv], v[:, kv], k_plane, v_plane, meta.slots)
+            rule = Rule(shape.scaling, shape.window, shape.softcap, None if sinks is None else sinks[qs])
+            if n:
+                splits = split_count(n, len(heads), max(meta.seq_lens_list[:n]), self._processors)
+                decode(q[:n, qs], k_plane, v_plane, meta.block_table[:n], meta.seq_lens[:n], rule, out[:n, qs], splits)
+            if n < R:
+                starts = meta.query_start_list
+                longest = max(b - a for a, b in zip(starts[n:], starts[n + 1 :], strict=False))
+                extend(
+                    q[:, qs],
+                    k_plane,
+                    v_plane,
+                    meta.block_table[n:],
+                    meta.query_start[n:],
+                    meta.seq_lens[n:],
+                    longest,
+                    rule,
+                    out[:, qs],
+                )
+        return out
+
+    def _store_custom(
+        self, layer: int, part: int, k: torch.Tensor, v: torch.Tensor, k_plane: Plane, v_plane: Plane, slots: torch.Tensor
+    ) -> None:
+        from qkv_kernels.triton.append import scatter
+
+        for plane, codes in (
+            (k_plane, self._quantizer.encode_k(k, layer, part)),
+            (v_plane, self._quantizer.encode_v(v, layer, part)),
+        ):
+            for pool, rows in ((plane.codes, codes.data), (plane.scale, codes.scale), (plane.zero, codes.zero)):
+                if pool is not None and rows is not None:
+                    scatter(pool, rows, slots)

@@ -1,0 +1,90 @@
+"""The triton backend: what it refuses, and whole steps and engines in the interpreter."""
+
+import pytest
+import torch
+
+from qkv.attention.base import choose_backend
+from qkv.attention.triton import TritonBackend
+from qkv.errors import ConfigError
+from qkv.layout import HeadFormat, KVFormat
+from qkv.types import SamplingParams
+from tests.engine.support import make, scales, tokens
+from tests.kernels.paged import Paged, shape
+
+pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = pytest.mark.interpreter
+
+CPU = torch.device("cpu")
+RAW = KVFormat(32, torch.float32)
+QUANTIZERS = ["none", "fp8", "int8", {"name": "int8", "zero_point": True}, "int8_token"]
+
+
+def test_a_cpu_is_refused_with_the_reason_and_auto_goes_on() -> None:
+    layer, formats = shape(), [[HeadFormat(range(2), RAW, RAW)]]
+    with pytest.raises(ConfigError, match="triton cannot run this configuration: layer 0: Triton kernels need a GPU"):
+        choose_backend("triton", formats, [layer], 16, CPU, True)
+    assert choose_backend("auto", formats, [layer], 16, CPU, True)[0].name != "triton"
+
+
+@pytest.mark.parametrize(
+    ("k", "layer", "B", "reason"),
+    [
+        (KVFormat(64, torch.float64), {}, 16, "raw storage is float32, float16 or bfloat16"),
+        (RAW, {"Dk": 20}, 16, "head dim 20 is not a multiple of 8"),
+        (RAW, {"Dk": 512}, 16, "head dim 512"),
+        (RAW, {"H": 1, "G": 17}, 16, "17 query heads share a kv head"),
+        (RAW, {}, 512, "block_size 512 is above 256"),
+        (KVFormat(4, torch.uint8, "token_group", group=16), {"Dk": 16}, 16, "scale groups of 16 channels"),
+    ],
+)
+def test_what_kernels_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, k: KVFormat, layer: dict[str, int], B: int, reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    answer = TritonBackend().supports(k, RAW, shape(**layer), B, torch.device("cuda"))
+    assert answer is not None
+    assert reason in answer
+
+
+def test_old_gpus_are_refused_and_current_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, refused in (((7, 5), True), ((8, 0), False), ((12, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert bool(TritonBackend().supports(RAW, RAW, shape(), 16, torch.device("cuda"))) == refused
+
+
+@pytest.mark.parametrize(("reads", "deterministic", "what"), [("raw", False, "reads=raw"), ("cache", True, "deterministic=true")])
+def test_modes_of_the_reference_only_are_refused(reads: str, deterministic: bool, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"does not run .*{what}"):
+        Paged(shape(), "none", [4], backend=TritonBackend(), reads=reads, deterministic=deterministic)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+def test_mixed_steps_store_the_same_bytes_and_attend_to_them(quantizer: object) -> None:
+    layer = shape(H=1, G=3, Dk=24, Dv=40, window=31, sinks=True)
+    fused, reference = (Paged(layer, quantizer, [37, 5, 70], backend=b) for b in (TritonBackend(), None))
+    schedule = [{0: 33}, {1: 1, 0: 1, 2: 40}, {0: 1, 2: 1, 1: 2}]
+    for got, want in zip(fused.run(schedule), reference.run(schedule), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for a, b in zip(fused.store.planes(0)[0].tensors, reference.store.planes(0)[0].tensors, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_a_custom_encoder_runs_in_python_and_is_read_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkv.policies.quantizer.int8_token import Int8TokenQuantizer
+
+    monkeypatch.setattr(Int8TokenQuantizer, "encode_rule", "custom")
+    layer = shape()
+    paged = Paged(layer, "int8_token", [20], backend=TritonBackend())
+    torch.testing.assert_close(paged.run([{0: 19}, {0: 1}])[0].double(), paged.expected(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantizer", ["none", "int8"])
+def test_an_engine_generates_the_reference_s_tokens(monkeypatch: pytest.MonkeyPatch, quantizer: str) -> None:
+    scales(quantizer)  # calibrated on the reference
+    monkeypatch.setattr(TritonBackend, "supports", lambda *_: None)
+    outs = []
+    for backend in ("triton", "reference"):
+        with make(quantizer, backend=backend) as engine:
+            assert engine.metrics()["attention"]["backend"] == backend
+            outs.append([o.token_ids for o in engine.generate([tokens(1, 30), tokens(2, 9)], SamplingParams(max_tokens=4))])
+    assert outs[0] == outs[1]
