@@ -80,7 +80,7 @@ def test_a_custom_encoder_runs_in_python_and_is_read_fused(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("quantizer", ["none", "int8"])
 def test_an_engine_generates_the_reference_s_tokens(monkeypatch: pytest.MonkeyPatch, quantizer: str) -> None:
-    scales(quantizer)  # calibrated on the reference
+    scales(quantizer, "llama")  # calibrated on the reference
     monkeypatch.setattr(TritonBackend, "supports", lambda *_: None)
     outs = []
     for backend in ("triton", "reference"):
