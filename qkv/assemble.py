@@ -6,8 +6,11 @@ Takes: a loaded model and an EngineConfig. Gives: connected parts. Does not know
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from qkv.attention.base import AttentionBackend, choose_backend
+import torch
+
+from qkv.attention.base import Observer, choose_backend
 from qkv.attention.hf import HFAdapter
 from qkv.cache.block_manager import BlockManager
 from qkv.cache.host_pool import HostPool
@@ -17,6 +20,7 @@ from qkv.cache.store import KVStore, block_bytes
 from qkv.config import EngineConfig
 from qkv.errors import ConfigError
 from qkv.intake import Intake
+from qkv.layout import HeadFormat, LayerShape
 from qkv.metrics.recorder import Recorder
 from qkv.models import LoadedModel
 from qkv.policies.allocator.base import ALLOCATORS, BlockAllocator
@@ -24,9 +28,10 @@ from qkv.policies.evictor.base import EVICTORS, Evictor
 from qkv.policies.preemptor.base import PREEMPTORS, CostModel, Preemptor
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.registry import import_policy_modules
-from qkv.runner import Runner
+from qkv.runner import Runner, StepResult
 from qkv.scales import ScaleFile
 from qkv.scheduler import Scheduler
+from qkv.types import Request, StepPlan
 
 log = logging.getLogger("qkv")
 UNLIMITED = 1 << 20  # tokens per request for models that state no limit; the pool's size bounds it
@@ -40,14 +45,48 @@ class Policies:
     preemptor: Preemptor
 
 
+class Adapter(Protocol):
+    """What an engine must know of its model."""
+
+    @property
+    def layers(self) -> list[LayerShape]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int | None: ...
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+    def close(self) -> None: ...
+
+
+class Named(Protocol):
+    """Who attends: a backend, or the simulation."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class StepRunner(Protocol):
+    """Runs a planned step: the model's forward, or what it would cost."""
+
+    observer: Observer | None
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+    def forget(self, request: Request) -> None: ...
+
+
 @dataclass
 class Parts:
-    adapter: HFAdapter
+    adapter: Adapter
     intake: Intake
     scheduler: Scheduler
-    runner: Runner
+    runner: StepRunner
     store: KVStore
-    backend: AttentionBackend
+    backend: Named
     backend_reason: str
     pool: PoolSize
     scales_source: str
@@ -84,13 +123,9 @@ def _assemble(
     policies: Policies,
     adapter: HFAdapter,
 ) -> Parts:
-    layers, quantizer, allocator = adapter.layers, policies.quantizer, policies.allocator
-    scales = scales or (ScaleFile.load(config.scales) if config.scales else None)
-    if scales is not None:
-        scales.validate(layers, config.quantizer["name"], loaded.fingerprint)
-    quantizer.bind(layers, scales, adapter.dtype, adapter.device)
-    formats = [quantizer.formats(i) for i in range(len(layers))]
-    B = allocator.block_size
+    layers, quantizer = adapter.layers, policies.quantizer
+    scales, formats = bind_quantizer(adapter, loaded.fingerprint, config, scales, quantizer)
+    B = policies.allocator.block_size
     backend, reason = choose_backend(
         config.attention.backend,
         formats,
@@ -102,17 +137,74 @@ def _assemble(
         config.attention.reads,
         config.runner.deterministic,
     )
-    max_model_len = _max_model_len(config, adapter)
+    frame = build_frame(adapter, loaded.fingerprint, loaded.tokenizer, config, policies, scales, formats, KVStore)
+    backend.bind(frame.store, quantizer, layers, config.attention.reads, config.runner.deterministic)
+    runner = Runner(
+        adapter,
+        backend,
+        frame.scheduler.recorder,
+        block_size=B,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_tokens=config.scheduler.max_num_batched_tokens,
+        max_blocks=max(min(-(-frame.intake.max_model_len // B), frame.pool.num_blocks), policies.allocator.blocks_for(1)),
+        reads=config.attention.reads,
+        deterministic=config.runner.deterministic,
+    )
+    return frame.parts(adapter, runner, backend, reason)
+
+
+@dataclass
+class Frame:
+    """Everything but the model: what a real engine and a simulated one have alike."""
+
+    intake: Intake
+    scheduler: Scheduler
+    store: KVStore
+    pool: PoolSize
+    scales_source: str
+    warnings: list[str]
+
+    def parts(self, adapter: Adapter, runner: StepRunner, backend: Named, reason: str) -> Parts:
+        rest = (self.pool, self.scales_source, self.warnings)
+        return Parts(adapter, self.intake, self.scheduler, runner, self.store, backend, reason, *rest)
+
+
+def bind_quantizer(
+    adapter: Adapter, fingerprint: str, config: EngineConfig, scales: ScaleFile | None, quantizer: Quantizer
+) -> tuple[ScaleFile | None, list[list[HeadFormat]]]:
+    """The scales in use, validated, and the formats of every layer. Raises ScaleError."""
+    scales = scales or (ScaleFile.load(config.scales) if config.scales else None)
+    if scales is not None:
+        scales.validate(adapter.layers, config.quantizer["name"], fingerprint)
+    quantizer.bind(adapter.layers, scales, adapter.dtype, adapter.device)
+    return scales, [quantizer.formats(i) for i in range(len(adapter.layers))]
+
+
+def build_frame(
+    adapter: Adapter,
+    fingerprint: str,
+    tokenizer: Any,
+    config: EngineConfig,
+    policies: Policies,
+    scales: ScaleFile | None,
+    formats: list[list[HeadFormat]],
+    store_type: Callable[..., KVStore],
+    free_bytes: int | None = None,
+) -> Frame:
+    """Pool, store, scheduler and intake. free_bytes: of the device, where it is not this machine's. Raises ConfigError."""
+    layers, quantizer, allocator = adapter.layers, policies.quantizer, policies.allocator
+    B, max_model_len = allocator.block_size, _max_model_len(config, adapter)
     pool = size_pool(
         config.cache,
         block_bytes=block_bytes(layers, formats, B),
         block_size=B,
         wanted_blocks=1 + config.scheduler.max_num_seqs * -(-max_model_len // B),
         device=adapter.device,
+        free_bytes=free_bytes,
     )
     allocator.bind(pool.num_blocks, policies.evictor, -(-max_model_len // B))
     scale_id = scales.fingerprint() if scales is not None else "none"
-    store = KVStore(
+    store = store_type(
         layers,
         formats,
         pool.num_blocks,
@@ -122,42 +214,19 @@ def _assemble(
         fingerprint=f"{quantizer.fingerprint()}:{scale_id}",
         poison=config.cache.poison,
     )
-    backend.bind(store, quantizer, layers, config.attention.reads, config.runner.deterministic)
-
-    recorder = Recorder()
-    identity = (loaded.fingerprint, str(adapter.dtype), quantizer.fingerprint(), scale_id, config.attention.reads)
+    identity = (fingerprint, str(adapter.dtype), quantizer.fingerprint(), scale_id, config.attention.reads)
     hasher = PrefixHasher(config.cache.prefix_hash, B, identity) if config.cache.enable_prefix_caching else None
-    manager = BlockManager(allocator, hasher, HostPool(pool.host_blocks), recorder, config.scheduler.watermark, store.block_bytes)
+    host, watermark = HostPool(pool.host_blocks), config.scheduler.watermark
+    manager = BlockManager(allocator, hasher, host, Recorder(), watermark, store.block_bytes)
     scheduler = Scheduler(manager, policies.preemptor, config.scheduler, CostModel(B, store.block_bytes))
-    runner = Runner(
-        adapter,
-        backend,
-        recorder,
-        block_size=B,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_tokens=config.scheduler.max_num_batched_tokens,
-        max_blocks=max(min(-(-max_model_len // B), pool.num_blocks), allocator.blocks_for(1)),
-        reads=config.attention.reads,
-        deterministic=config.runner.deterministic,
-    )
-    intake = Intake(loaded.tokenizer, adapter.vocab_size, max_model_len, allocator.max_tokens())
+    intake = Intake(tokenizer, adapter.vocab_size, max_model_len, allocator.max_tokens())
     static = any(t is not None for i in range(len(layers)) for s in quantizer.statics(i) for t in s)
     source = f"scale file: {config.scales or scale_id}" if scales is not None else "defaults" if static else "none needed"
-    return Parts(
-        adapter,
-        intake,
-        scheduler,
-        runner,
-        store,
-        backend,
-        reason,
-        pool,
-        scales_source=source,
-        warnings=[*(scales.warnings if scales is not None else []), *quantizer.warnings()],
-    )
+    warnings = [*(scales.warnings if scales is not None else []), *quantizer.warnings()]
+    return Frame(intake, scheduler, store, pool, source, warnings)
 
 
-def _max_model_len(config: EngineConfig, adapter: HFAdapter) -> int:
+def _max_model_len(config: EngineConfig, adapter: Adapter) -> int:
     limit, asked = adapter.max_positions or UNLIMITED, config.scheduler.max_model_len
     if asked is not None and asked > limit:
         raise ConfigError(f"scheduler.max_model_len={asked} is above the model's {limit} positions; it must be 2 to {limit}")

@@ -149,9 +149,11 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """deterministic: pad rows to a multiple of 16 and attend in fixed tiles, so that codes and logits do not depend on
+    """name: model (run it) or simulated (the same engine, but a step costs what a DeviceConfig says, and tokens are made up).
+    deterministic: pad rows to a multiple of 16 and attend in fixed tiles, so that codes and logits do not depend on
     how requests are batched, chunked, cached or preempted. Slower."""
 
+    name: Literal["model", "simulated"] = "model"
     deterministic: bool = False
 
 

@@ -23,11 +23,13 @@ from qkv.layout import LayerShape
 from qkv.loop import Loop
 from qkv.metrics import summary
 from qkv.metrics.recorder import Recorder
+from qkv.metrics.summary import Latencies
 from qkv.models import LoadedModel, load_model, wrap_model
 from qkv.outputs import Outputs
 from qkv.runner import Scored
 from qkv.scales import ScaleFile
 from qkv.scheduler import Scheduler
+from qkv.simulation import SimulatedClock, SimulatedLoop, SimulatedModel, assemble_simulated
 from qkv.types import Request, RequestMetrics, RequestOutput, SamplingParams
 from qkv.validate import from_mapping
 
@@ -48,14 +50,20 @@ class Engine:
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        loaded: LoadedModel | SimulatedModel,
         config: EngineConfig,
         scales: ScaleFile | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.config, self.loaded, self._clock = config, loaded, clock
-        self._parts: Parts = assemble(loaded, config, scales, clock)
-        self._loop = Loop(self._parts, Outputs(loaded.tokenizer, self._parts.adapter.eos_token_ids), config.seed, clock)
+        self._parts: Parts
+        loop: type[Loop]
+        if isinstance(loaded, SimulatedModel):
+            clock = SimulatedClock()
+            self._parts, loop = assemble_simulated(loaded, config, scales, clock), SimulatedLoop
+        else:
+            self._parts, loop = assemble(loaded, config, scales, clock), Loop
+        self.config, self.loaded, self.clock = config, loaded, clock
+        self._loop = loop(self._parts, Outputs(loaded.tokenizer, self._parts.adapter.eos_token_ids), config.seed, clock)
         self._unclaimed: list[RequestOutput] = []  # ended while somebody else was driving the loop
         self._closed = False
         self.tokenizer = loaded.tokenizer
@@ -146,6 +154,8 @@ class Engine:
     ) -> "Engine":
         """Load the configured model and build an engine on it."""
         build_policies(config)  # unknown names, keys and values fail here, before any model is loaded
+        if config.runner.name == "simulated":
+            return cls(SimulatedModel.of(config.model), config, scales)
         loaded = load_model(config.model)
         if tokenizer is not None:
             loaded = replace(loaded, tokenizer=tokenizer)
@@ -155,7 +165,7 @@ class Engine:
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, salt: str = "") -> int:
         """Queue a prompt (text or token ids); returns its id. Any thread. Raises RequestError. salt separates prefix caches."""
-        return self.intake.add(prompt, params or SamplingParams(), self._clock(), salt).id
+        return self.intake.add(prompt, params or SamplingParams(), self.clock(), salt).id
 
     def abort(self, request_id: int) -> None:
         """End a request, whatever its state; its blocks are back before the next step. Any thread."""
@@ -169,6 +179,15 @@ class Engine:
         """Run one step. Returns the state of every request that got a token or ended."""
         ready, self._unclaimed = self._unclaimed, []
         return ready + [self._loop.output(request) for request in self._loop.advance()]
+
+    def advance(self) -> list[Request]:
+        """step() for those who measure: no outputs are made, and a simulation takes alike steps at once. Returns the requests
+        that got a token or ended, to read and not to change."""
+        requests = self._loop.advance()
+        for request in requests:
+            if request.finish_reason is not None:
+                self._loop.forget(request)
+        return requests
 
     def generate(
         self,
@@ -224,7 +243,7 @@ class Engine:
 
         try:
             for index, tokens in enumerate(token_lists):
-                request = self.intake.add_scoring(tokens, first, self._clock())
+                request = self.intake.add_scoring(tokens, first, self.clock())
                 requests.append(request)
                 self._loop.receivers[request.id] = receive(index)
             with _bar(len(requests), progress) as bar:
@@ -299,13 +318,13 @@ class Engine:
         memory = self._parts.store.memory_report()
         memory["capacity_tokens"] = usable * allocator.block_size
         memory["utilization_peak"] = r.used_blocks_peak / usable
-        if r.steps and r.held_tokens_sum:
-            fill = r.written_tokens_sum / r.held_tokens_sum
-            memory["utilization_mean"] = r.used_blocks_sum / r.steps / usable * fill
+        if r.held_token_seconds:  # means over time
+            fill = r.written_token_seconds / r.held_token_seconds
+            memory["utilization_mean"] = r.used_block_seconds / r.busy_seconds / usable * fill
             memory["internal_fragmentation"] = 1 - fill
         return {
             "memory": memory,
-            "speed": {**summary.rates(r), **summary.latencies(self._loop.recent)},
+            "speed": {**summary.rates(r), **self._loop.latencies.distributions()},
             "cache": summary.cache_counters(r, allocator.evictions),
             "attention": {
                 "backend": self._parts.backend.name,
@@ -329,7 +348,7 @@ class Engine:
         for name in vars(fresh):
             setattr(self.recorder, name, getattr(fresh, name))
         self.scheduler.manager.allocator.evictions = 0
-        self._loop.recent.clear()
+        self._loop.latencies = Latencies()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks nobody references, e.g. after changing the model's weights."""

@@ -3,31 +3,31 @@
 Takes: the connected parts. Gives: the requests that advanced. Does not know about: how results are waited for.
 """
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from qkv.assemble import Parts
+from qkv.metrics.summary import Latencies
 from qkv.outputs import Outputs, request_metrics
 from qkv.runner import Scored, StepResult
 from qkv.sampling import Sampler, token_logprob
 from qkv.scheduler import copies
-from qkv.types import FinishReason, Request, RequestMetrics, RequestOutput, StepPlan
+from qkv.types import FinishReason, Request, RequestOutput, StepPlan
 
 Receiver = Callable[[Scored, torch.Tensor], None]
 
 
 class Loop:
-    """receivers: per scoring request, who gets its logits. recent: metrics of the last 10,000 finished generations."""
+    """receivers: per scoring request, who gets its logits. latencies: of finished generations."""
 
     def __init__(self, parts: Parts, outputs: Outputs, seed: int, clock: Callable[[], float]) -> None:
         self.intake, self.scheduler, self._runner, self._store = parts.intake, parts.scheduler, parts.runner, parts.store
         self.recorder = parts.scheduler.recorder
         self._outputs, self._sampler, self._clock = outputs, Sampler(seed), clock
         self.receivers: dict[int, Receiver] = {}
-        self.recent: deque[RequestMetrics] = deque(maxlen=10_000)
+        self.latencies = Latencies()
 
     def advance(self) -> list[Request]:
         """One step; the requests that got a token or ended."""
@@ -51,6 +51,7 @@ class Loop:
             if request.first_scheduled is None:
                 request.first_scheduled = began
         ready = self.scheduler.complete(plan)
+        self.recorder.weigh_step(now - began)
         for request, token, logprob in zip(ready, *tokens, strict=True):
             reason = self._outputs.append(request, token, logprob, now)
             if reason:
@@ -88,6 +89,8 @@ class Loop:
     def _next_tokens(self, plan: StepPlan, result: StepResult) -> tuple[list[int], list[Any]]:
         """A token, and log-probabilities where wanted, for each request that gets one in this step."""
         ready = list(plan.decodes) + [c.request for c in plan.prefills if c.completes and c.request.score_from is None]
+        if result.tokens is not None:
+            return result.tokens, [None] * len(result.tokens)
         if not ready or result.logits is None:
             return [], []
         logits = result.logits[: len(ready)]
@@ -116,7 +119,11 @@ class Loop:
         self._runner.forget(request)
         self._sampler.forget(request.id)
         if request.score_from is None:
-            self.recent.append(request_metrics(request))
+            self.latencies.add(request_metrics(request))
+
+    def forget(self, request: Request) -> None:
+        """Nobody will ask for its output."""
+        self._outputs.forget(request.id)
 
     def output(self, request: Request) -> RequestOutput:
         output = self._outputs.output(request)

@@ -31,10 +31,12 @@ class Scored(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """logits [n, V]: one row per request that gets a new token, in plan order, then the rows of scoring requests."""
+    """logits [n, V]: one row per request that gets a new token, in plan order, then the rows of scoring requests.
+    tokens: instead of logits, from a runner that has none to sample from."""
 
     logits: torch.Tensor | None
     scored: list[Scored]
+    tokens: list[int] | None = None
 
 
 class Runner:

@@ -6,7 +6,7 @@ Does not know about: tensors, models, text; time comes only as the step counter.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from qkv.cache.block_manager import BlockManager
 from qkv.config import SchedulerConfig
@@ -26,10 +26,12 @@ class Scheduler:
         self._prefilling: dict[int, Request] = {}
         self._decoding: dict[int, Request] = {}
         self._due: dict[int, list[Request]] = {}  # step -> requests that need a block then; stale entries are skipped
+        self._stalled = False  # nobody waiting can be admitted before something is released
 
     # -- queue -------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
+        self._stalled = False
         heapq.heappush(self._waiting, (request.sort_key, request))
 
     def requests(self) -> Iterator[Request]:
@@ -123,14 +125,17 @@ class Scheduler:
         return budget - size, scored
 
     def _admit(self, plan: StepPlan, budget: int, scored: int) -> None:
+        self._stalled = False
         while budget > 0 and len(self._running) < self.config.max_num_seqs and (request := self._next_waiting()):
             alone = not self._running
             if request.status is Status.SWAPPED:
                 copy = self.manager.swap_in(request, alone)
                 if copy is None:
+                    self._stalled = True
                     return
                 plan.swap_in.append(copy)
             elif not self.manager.admit(request, alone):
+                self._stalled = True
                 return
             heapq.heappop(self._waiting)
             request.status = Status.RUNNING
@@ -153,6 +158,53 @@ class Scheduler:
         request.due_step = next_step + self.manager.room(request)
         self._due.setdefault(request.due_step, []).append(request)
 
+    # -- many steps at once ------------------------------------------------------------------------------------------
+
+    @property
+    def decoding(self) -> list[Request]:
+        """Requests that get a token in every step, in the order of plans."""
+        return list(self._decoding.values())
+
+    def quiet_steps(self, limit: int) -> int:
+        """How many of the next `limit` steps only decode: nobody can be admitted or prefilled, and the pool has every block
+        they need. The caller knows when a request ends or arrives. (A block published on the way could in theory be the
+        one that a stalled request waits for; then it is admitted after these steps instead of between them.)"""
+        if self._prefilling or not self._decoding:
+            return 0
+        if self._next_waiting() and not self._stalled and len(self._running) < self.config.max_num_seqs:
+            return 0
+        B, left, again = self.manager.block_size, self.manager.allocator.num_available, dict[int, int]()
+        for ahead in range(1, limit + 1):
+            need = len(self._due.get(self.step + ahead, ())) + again.get(ahead, 0)
+            left -= need
+            if left < 0:
+                return ahead - 1
+            again[ahead + B] = need
+        return limit
+
+    def advance(self, seconds: Sequence[float]) -> None:
+        """Take len(seconds) quiet steps, each so long, as plan() and complete() would one by one. The caller has appended
+        their tokens. Costs what the blocks that fill up cost, and not one visit per request and step."""
+        allocator, recorder, running = self.manager.allocator, self.recorder, self._running.values()
+        written, held = sum(r.num_computed for r in running), sum(len(r.blocks) for r in running) * allocator.block_size
+        for duration in seconds:
+            self.step += 1
+            allocator.step = self.step
+            for request in sorted(self._due.pop(self.step, ()), key=lambda r: r.sort_key):
+                if request.due_step == self.step and request.status is Status.RUNNING:
+                    before = len(request.blocks)
+                    request.num_computed = before * allocator.block_size  # being due means that its blocks are full
+                    self.manager.seal(request)
+                    if not self.manager.grow(request):
+                        raise RuntimeError("more steps than quiet_steps() allows")
+                    held += (len(request.blocks) - before) * allocator.block_size
+                    self._set_due(request, self.step)
+            written += len(running)
+            recorder.count_step(allocator.num_referenced, written, held)
+            recorder.weigh_step(duration)
+        for request in running:
+            request.num_computed = len(request.token_ids) - 1
+
     # -- outcome -----------------------------------------------------------------------------------------------------
 
     def complete(self, plan: StepPlan) -> list[Request]:
@@ -169,7 +221,7 @@ class Scheduler:
                     self._decoding[request.id] = request
                     self._set_due(request, self.step + 1)
                     ready.append(request)
-        self._count(plan)
+        self._count()
         return ready
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -197,18 +249,15 @@ class Scheduler:
                 self.add(request)
 
     def _leave(self, request: Request) -> None:
+        self._stalled = False
         del self._running[request.id]
         self._prefilling.pop(request.id, None)
         self._decoding.pop(request.id, None)
 
-    def _count(self, plan: StepPlan) -> None:
-        recorder, allocator = self.recorder, self.manager.allocator
-        used = allocator.num_referenced
-        recorder.steps += 1
-        recorder.used_blocks_peak = max(recorder.used_blocks_peak, used)
-        recorder.used_blocks_sum += used
-        recorder.written_tokens_sum += sum(r.num_computed for r in self._running.values())
-        recorder.held_tokens_sum += sum(len(r.blocks) for r in self._running.values()) * allocator.block_size
+    def _count(self) -> None:
+        allocator, running = self.manager.allocator, self._running.values()
+        held = sum(len(r.blocks) for r in running) * allocator.block_size
+        self.recorder.count_step(allocator.num_referenced, sum(r.num_computed for r in running), held)
 
 
 def copies(swaps: list[SwapCopy]) -> tuple[list[int], list[int]]:

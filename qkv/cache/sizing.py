@@ -28,9 +28,17 @@ class PoolSize:
     arithmetic: str
 
 
-def size_pool(cache: CacheConfig, block_bytes: int, block_size: int, wanted_blocks: int, device: torch.device) -> PoolSize:
+def size_pool(
+    cache: CacheConfig,
+    block_bytes: int,
+    block_size: int,
+    wanted_blocks: int,
+    device: torch.device,
+    free_bytes: int | None = None,
+) -> PoolSize:
     """Blocks from cache.num_blocks, memory_bytes or memory_utilization; by default `wanted_blocks` (what max_num_seqs
-    requests of max_model_len would fill), within the default share of the device's memory.
+    requests of max_model_len would fill), within the default share of the device's memory. free_bytes: what is free there,
+    where the device is not this machine's (a simulation).
 
     Raises ConfigError when the budget does not hold two blocks (one is the null block).
     """
@@ -40,8 +48,8 @@ def size_pool(cache: CacheConfig, block_bytes: int, block_size: int, wanted_bloc
     elif budget is not None:
         blocks, how = budget // block_bytes, f"memory_bytes={budget:,} // {block_bytes:,} bytes per block"
     else:
-        share = cache.memory_utilization or DEFAULT_UTILIZATION.get(device.type, 0.5)
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        share = cache.memory_utilization or (0.9 if free_bytes is not None else DEFAULT_UTILIZATION.get(device.type, 0.5))
+        free = free_bytes if free_bytes is not None else _free(device)
         budget = int(share * free)
         blocks = budget // block_bytes
         how = f"{share:.0%} of {free:,} free bytes // {block_bytes:,} bytes per block"
@@ -59,3 +67,7 @@ def size_pool(cache: CacheConfig, block_bytes: int, block_size: int, wanted_bloc
     )
     log.info(text)
     return PoolSize(blocks, block_bytes, host_bytes // block_bytes, text)
+
+
+def _free(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)

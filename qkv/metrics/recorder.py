@@ -36,10 +36,27 @@ class Recorder:
     pairs_from_cache: int = 0  # of those, pairs whose key was read as stored
 
     requests_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    used_blocks: int = 0  # referenced blocks in the last step, and below their peak
     used_blocks_peak: int = 0
-    used_blocks_sum: int = 0  # over steps; divide by steps for the mean
-    written_tokens_sum: int = 0  # tokens held by running requests, over steps
-    held_tokens_sum: int = 0  # tokens that their blocks could hold, over steps
+    written_tokens: int = 0  # tokens held by running requests in the last step
+    held_tokens: int = 0  # tokens that their blocks could hold
+    busy_seconds: float = 0.0  # time of all steps; the next three are integrals over it
+    used_block_seconds: float = 0.0
+    written_token_seconds: float = 0.0
+    held_token_seconds: float = 0.0
+
+    def count_step(self, used_blocks: int, written_tokens: int, held_tokens: int) -> None:
+        """A step ended with this in the pool."""
+        self.steps += 1
+        self.used_blocks, self.written_tokens, self.held_tokens = used_blocks, written_tokens, held_tokens
+        self.used_blocks_peak = max(self.used_blocks_peak, used_blocks)
+
+    def weigh_step(self, seconds: float) -> None:
+        """The step counted last took this long."""
+        self.busy_seconds += seconds
+        self.used_block_seconds += seconds * self.used_blocks
+        self.written_token_seconds += seconds * self.written_tokens
+        self.held_token_seconds += seconds * self.held_tokens
 
     def finished(self, reason: str) -> None:
         self.requests_finished[reason] = self.requests_finished.get(reason, 0) + 1

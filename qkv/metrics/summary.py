@@ -3,34 +3,38 @@
 Does not know about: the engine, sinks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from qkv.metrics.recorder import Recorder
+from qkv.metrics.sketch import Sketch
 from qkv.types import RequestMetrics
 
 
 def distribution(values: Sequence[float]) -> dict[str, float] | None:
     """mean, p50, p95, p99 (linear interpolation), or None without values."""
-    if not values:
-        return None
-    p50, p95, p99 = np.percentile(values, (50, 95, 99))
-    return {"mean": float(np.mean(values)), "p50": float(p50), "p95": float(p95), "p99": float(p99)}
+    sketch = Sketch()
+    sketch.add(values)
+    return sketch.distribution()
 
 
-def latencies(metrics: Iterable[RequestMetrics]) -> dict[str, Any]:
-    """ttft_s, tpot_s (one value per request), itl_s (one per token), e2e_s and queue_s; those without values are absent."""
-    metrics = list(metrics)
-    groups = {
-        "ttft_s": [m.ttft for m in metrics if m.ttft is not None],
-        "tpot_s": [m.tpot for m in metrics if m.tpot is not None],
-        "itl_s": [gap for m in metrics for gap in m.itl],
-        "e2e_s": [m.e2e for m in metrics if m.e2e is not None],
-        "queue_s": [m.queue_time for m in metrics if m.queue_time is not None],
-    }
-    return {name: d for name, values in groups.items() if (d := distribution(values)) is not None}
+class Latencies:
+    """ttft_s, tpot_s, e2e_s, queue_s: one value per request; itl_s: one per token after the first."""
+
+    def __init__(self) -> None:
+        self._sketches = {name: Sketch() for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")}
+
+    def add(self, metrics: RequestMetrics) -> None:
+        values = {"ttft_s": metrics.ttft, "tpot_s": metrics.tpot, "e2e_s": metrics.e2e, "queue_s": metrics.queue_time}
+        for name, value in values.items():
+            if value is not None:
+                self._sketches[name].add((value,))
+        self._sketches["itl_s"].add(metrics.itl)
+
+    def distributions(self) -> dict[str, dict[str, float]]:
+        """{name: {mean, p50, p95, p99}}; those without values are absent."""
+        found = {name: sketch.distribution() for name, sketch in self._sketches.items()}
+        return {name: d for name, d in found.items() if d is not None}
 
 
 def rates(recorder: Recorder) -> dict[str, float]:

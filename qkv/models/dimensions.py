@@ -20,7 +20,7 @@ from qkv.models.shapes import shape_of
 @dataclass(frozen=True)
 class Dimensions:
     """parameters, vocab, max_positions: None where only the attention's dimensions are known. head_parameters: of the
-    output head, which runs on fewer rows than the rest."""
+    output head, which runs on fewer rows than the rest; embedding_parameters: looked up, not multiplied (0 if tied)."""
 
     name: str
     source: str
@@ -30,6 +30,7 @@ class Dimensions:
     head_dim: int
     parameters: int | None = None
     head_parameters: int = 0
+    embedding_parameters: int = 0
     vocab: int | None = None
     max_positions: int | None = None
     window: int | None = None
@@ -61,6 +62,7 @@ def dimensions(config: ModelConfig) -> Dimensions:
             head_dim=s["head_dim"],
             parameters=s["parameters"],
             head_parameters=s["vocab"] * s["hidden"],
+            embedding_parameters=0 if s["tied"] else s["vocab"] * s["hidden"],
             vocab=s["vocab"],
             max_positions=s["max_positions"],
             window=s["window"] if s["family"] == "mistral" else None,
@@ -92,6 +94,7 @@ def _from_transformers(place: Place) -> Dimensions:
         getattr(config, "head_dim", None) or config.hidden_size // heads,
         sum(p.numel() for p in model.parameters()),
         head_parameters=config.vocab_size * config.hidden_size,
+        embedding_parameters=0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size,
         vocab=config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
     )

@@ -1,0 +1,89 @@
+"""Builds a simulated engine's parts: the real ones, around a runner that costs steps instead of running them.
+
+Takes: a model's dimensions and an EngineConfig. Gives: connected parts.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from qkv.assemble import Parts, bind_quantizer, build_frame, build_policies
+from qkv.cache.store import block_bytes
+from qkv.config import EngineConfig, ModelConfig
+from qkv.layout import LayerShape
+from qkv.models import Dimensions, dimensions
+from qkv.scales import ScaleFile
+from qkv.simulation.clock import SimulatedClock
+from qkv.simulation.cost import StepCost
+from qkv.simulation.runner import META, SimulatedRunner, SimulatedStore
+from qkv.simulation.tokens import SimulatedTokens
+
+VOCAB = 32_000  # where the dimensions do not say
+
+
+@dataclass(frozen=True)
+class SimulatedModel:
+    """A model that is only dimensions. Stands where an engine otherwise takes a LoadedModel."""
+
+    dims: Dimensions
+    dtype: torch.dtype
+    fingerprint: str = ""
+    tokenizer: None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "SimulatedModel":
+        """Raises ModelError."""
+        dims = dimensions(config)
+        return cls(dims, getattr(torch, config.dtype), f"simulated {dims.name}")
+
+    @property
+    def name(self) -> str:
+        return self.dims.name
+
+    @property
+    def source(self) -> str:
+        return f"simulated, {self.dims.source}"
+
+    @property
+    def weight_bytes(self) -> int:
+        return (self.dims.parameters or 0) * self.dtype.itemsize
+
+
+class SimulatedAdapter:
+    """What an engine must know of its model, from the dimensions. Requests end by length: eos_token_ids is empty."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+    device = META
+
+    def __init__(self, model: SimulatedModel) -> None:
+        self.layers: list[LayerShape] = model.dims.layer_shapes()
+        self.dtype = model.dtype
+        self.vocab_size = model.dims.vocab or VOCAB
+        self.max_positions = model.dims.max_positions
+
+    def close(self) -> None:
+        pass
+
+
+def assemble_simulated(model: SimulatedModel, config: EngineConfig, scales: ScaleFile | None, clock: SimulatedClock) -> Parts:
+    """Raises ConfigError, ScaleError."""
+    policies, adapter = build_policies(config), SimulatedAdapter(model)
+    scales, formats = bind_quantizer(adapter, "", config, scales, policies.quantizer)
+    B = policies.allocator.block_size
+    per_token = block_bytes(adapter.layers, formats, B) / B
+    cost = StepCost.of(config.device, model.dims, model.dtype.itemsize, per_token)
+    frame = build_frame(
+        adapter,
+        model.fingerprint,
+        None,
+        config,
+        policies,
+        scales,
+        formats,
+        partial(SimulatedStore, cost=cost, clock=clock),
+        free_bytes=max(0, config.device.memory_bytes - model.weight_bytes),
+    )
+    tokens = SimulatedTokens(config.seed, adapter.vocab_size)
+    runner = SimulatedRunner(cost, clock, tokens, frame.scheduler.recorder)
+    return frame.parts(adapter, runner, runner, f"steps cost what device {config.device.name} says")

@@ -1,0 +1,62 @@
+"""What a step costs: a roofline model of one forward pass.
+
+Takes: a DeviceConfig, a model's dimensions, bytes per cached token, what the step does. Gives: seconds.
+Does not know about: requests, blocks, clocks.
+
+    seconds = overhead + max(weight bytes / bandwidth, operations / flops)
+                       + max(key bytes / kv_bandwidth, operations / attention_flops), for decodes and for prefills
+
+Weights are read once a step, whatever the batch. Each decoding sequence reads its own keys and values, shared blocks
+included: no cascade attention. Dequantizing is free: it hides behind the bytes it saves. Sliding windows are not modelled.
+Source: the roofline model (Williams et al., 2009).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from qkv.config import DeviceConfig
+from qkv.errors import ConfigError
+from qkv.models import Dimensions
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """weight_bytes: read in every forward. body, head: parameters that every token, and every row of logits, is multiplied
+    with. pair_operations: per (query, key) pair over all heads and layers."""
+
+    device: DeviceConfig
+    weight_bytes: int
+    body: int
+    head: int
+    pair_operations: int
+    kv_bytes_per_token: float
+
+    @classmethod
+    def of(cls, device: DeviceConfig, dims: Dimensions, itemsize: int, kv_bytes_per_token: float) -> "StepCost":
+        """itemsize: bytes of a weight. Raises ConfigError where the number of parameters is not known."""
+        if dims.parameters is None:
+            raise ConfigError("a simulation needs the model's size: add model.parameters=..., e.g. 7e9 as 7000000000")
+        body = dims.parameters - dims.head_parameters - dims.embedding_parameters
+        read = (body + dims.head_parameters) * itemsize
+        pairs = 4 * dims.query_heads * dims.head_dim * dims.layers
+        return cls(device, read, body, dims.head_parameters, pairs, kv_bytes_per_token)
+
+    def seconds(self, decodes: int, decode_keys: int, chunks: Iterable[tuple[int, int]], rows: int) -> float:
+        """decodes: sequences that get one token, reading decode_keys keys together. chunks: (start, end) of prefilled token
+        ranges. rows: of logits."""
+        device, tokens, pairs, chunk_keys = self.device, decodes, 0, 0
+        for start, end in chunks:
+            n = end - start
+            tokens += n
+            pairs += n * start + n * (n + 1) // 2
+            chunk_keys += end
+        linear = max(self.weight_bytes / device.bandwidth, 2 * (self.body * tokens + self.head * rows) / device.flops)
+        return device.overhead_s + linear + self._attention(decode_keys, decode_keys) + self._attention(chunk_keys, pairs)
+
+    def _attention(self, keys: int, pairs: int) -> float:
+        read = keys * self.kv_bytes_per_token / self.device.kv_bandwidth
+        return max(read, pairs * self.pair_operations / self.device.attention_flops)
+
+    def copy_seconds(self, num_bytes: int) -> float:
+        """Between the pool and host memory."""
+        return num_bytes / self.device.host_link

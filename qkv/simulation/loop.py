@@ -1,0 +1,69 @@
+"""The loop of a simulated engine: quiet stretches, in which requests only decode, are taken at once.
+
+Takes: the connected parts. Gives: the requests that advanced. The result is that of stepping one by one.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+from qkv.assemble import Parts
+from qkv.loop import Loop
+from qkv.outputs import Outputs
+from qkv.simulation.runner import SimulatedRunner
+from qkv.types import Request, SamplingParams
+
+LONGEST = 4096  # steps taken at once at most
+
+
+class SimulatedLoop(Loop):
+    """jumps: False steps one by one, to show that nothing else changes."""
+
+    def __init__(self, parts: Parts, outputs: Outputs, seed: int, clock: Callable[[], float], jumps: bool = True) -> None:
+        super().__init__(parts, outputs, seed, clock)
+        self._simulated = cast(SimulatedRunner, parts.runner)
+        self.jumps = jumps
+
+    def advance(self) -> list[Request]:
+        if self.jumps and self.intake.empty:
+            decoding = self.scheduler.decoding
+            steps = self.scheduler.quiet_steps(self._until_an_end(decoding))
+            if steps > 1:
+                return self._jump(decoding, steps)
+        return super().advance()
+
+    def _until_an_end(self, decoding: list[Request]) -> int:
+        """Steps until the first of them reaches max_tokens; 0 where an end can come any time."""
+        if not decoding or not all(self._plain(r.params) for r in decoding):
+            return 0
+        return min(LONGEST, min(r.max_tokens + r.prompt_len - len(r.token_ids) for r in decoding))
+
+    def _plain(self, params: SamplingParams) -> bool:
+        return not (params.stop or params.stop_token_ids or params.logprobs is not None)
+
+    def _jump(self, decoding: list[Request], most: int) -> list[Request]:
+        """Up to `most` decode steps of these requests, until the next arrival."""
+        clock, cost, n = self._simulated.clock, self._simulated.cost, len(decoding)
+        keys, pairs = sum(len(r.token_ids) for r in decoding), 0
+        times: list[float] = []
+        seconds: list[float] = []
+        last = clock.now
+        while len(times) < most and (not times or last < clock.deadline):
+            clock.advance(cost.seconds(n, keys, (), n))
+            times.append(clock.now)
+            seconds.append(clock.now - last)
+            pairs, keys, last = pairs + keys, keys + n, clock.now
+        steps, recorder = len(times), self.recorder
+        for request in decoding:
+            length = len(request.token_ids)
+            request.token_ids += self._simulated.tokens(request.id, length, length + steps)
+            request.token_times += times
+        recorder.decode_tokens += n * steps
+        for duration in seconds:
+            recorder.decode_seconds += duration
+        recorder.pairs_attended += pairs
+        recorder.pairs_from_cache += pairs
+        self.scheduler.advance(seconds)
+        for request in decoding:
+            if len(request.token_ids) - request.prompt_len >= request.max_tokens:
+                self.finish(request, "length")
+        return decoding

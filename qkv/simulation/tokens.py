@@ -1,0 +1,19 @@
+"""Made-up output: a token is a function of (seed, request, position), so preemption and batching cannot change it."""
+
+import random
+
+_RING = 1 << 16
+_SPREAD = 0x9E3779B1  # odd and large: consecutive requests start far apart
+
+
+class SimulatedTokens:
+    """Slices of one random sequence, which start elsewhere for every request."""
+
+    def __init__(self, seed: int, vocab: int) -> None:
+        ring = random.Random(f"tokens {seed}").choices(range(vocab), k=_RING)
+        self._ring = ring + ring
+
+    def __call__(self, request_id: int, start: int, end: int) -> list[int]:
+        """Tokens at positions start..end-1 of a request; at most 65,536 of them."""
+        at = (request_id * _SPREAD + start) % _RING
+        return self._ring[at : at + end - start]
