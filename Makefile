@@ -34,7 +34,7 @@ test: $(STAMP) ## the default test tier
 	$(PYTEST)
 
 test-slow: $(STAMP) ## the slow test tier
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --timeout 1200
 
 lint: $(STAMP) ## formatting, ruff, mypy and the import contracts
 	$(VENV)/bin/ruff format --check .
