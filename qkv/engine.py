@@ -27,6 +27,7 @@ from qkv.metrics.summary import Latencies
 from qkv.models import LoadedModel, load_model, wrap_model
 from qkv.outputs import Outputs
 from qkv.runner import Scored
+from qkv.sampling import argmax
 from qkv.scales import ScaleFile
 from qkv.scheduler import Scheduler
 from qkv.simulation import SimulatedClock, SimulatedLoop, SimulatedModel, assemble_simulated
@@ -235,7 +236,7 @@ class Engine:
                 targets = torch.tensor(scored.request.token_ids[scored.first : scored.first + len(logits)], device=logits.device)
                 logprobs = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
                 results[index][0].append(logprobs.cpu())
-                results[index][1].append((logits.argmax(-1) == targets).cpu())
+                results[index][1].append((argmax(logits) == targets).cpu())
                 if on_logits is not None:
                     on_logits(index, scored.first, logits)
 

