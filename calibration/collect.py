@@ -1,7 +1,8 @@
-"""Static scales for a quantizer, from statistics of real keys and values.
+"""Statistics of real keys and values, gathered inside our attention function; and static scales from them, in memory.
 
-Takes: an engine that stores K and V unquantized, token lists, a quantizer. Gives: a ScaleFile.
-Does not know about: where text comes from (data.py), how statistics become scales (the quantizer does), files.
+Takes: an engine that stores K and V unquantized, token lists. Gives: Statistics, or a ScaleFile.
+Does not know about: where text comes from (data.py), how ranges are chosen (ranges.py, search.py), how statistics become
+scales (the quantizer does).
 """
 
 import dataclasses
@@ -9,12 +10,14 @@ import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
+from calibration import histogram
 from qkv.errors import ConfigError, ScaleError
+from qkv.layout import LayerShape
 from qkv.policies.quantizer.base import Quantizer
 from qkv.scales import ScaleFile
 from qkv.types import SamplingParams
@@ -23,39 +26,99 @@ if TYPE_CHECKING:
     from qkv.engine import Engine
 
 Stats = dict[str, torch.Tensor]
-Reduce = Callable[[torch.Tensor], torch.Tensor]
+Reduce = Callable[[torch.Tensor, int], torch.Tensor | None]
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
-# name -> (which of k, v; over the tokens of one call [T, H, D] -> the statistic; how calls combine)
-_STATISTICS: dict[str, tuple[str, Reduce, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
-    "k_channel_absmax": ("k", lambda x: x.abs().amax(0), torch.maximum),  # [H, Dk]
-    "k_channel_max": ("k", lambda x: x.amax(0), torch.maximum),  # [H, Dk]
-    "k_channel_min": ("k", lambda x: x.amin(0), torch.minimum),  # [H, Dk]
-    "k_head_absmax": ("k", lambda x: x.abs().amax((0, 2)), torch.maximum),  # [H]
-    "v_head_absmax": ("v", lambda x: x.abs().amax((0, 2)), torch.maximum),  # [H]
+# name without "k_" or "v_" -> (over the tokens of one call, x [T, H, D] of which the first `sinks` rows open a document -> the
+# statistic, or None if no row concerns it; how calls, documents and shards combine: exactly, in any order).
+_KINDS: dict[str, tuple[Reduce, Combine]] = {
+    "channel_absmax": (lambda x, _: x.abs().amax(0), torch.maximum),  # [H, D]
+    "channel_max": (lambda x, _: x.amax(0), torch.maximum),  # [H, D]
+    "channel_min": (lambda x, _: x.amin(0), torch.minimum),  # [H, D]
+    "head_absmax": (lambda x, _: x.abs().amax((0, 2)), torch.maximum),  # [H]
+    "sink_max": (lambda x, sinks: x[:sinks].amax(0) if sinks else None, torch.maximum),  # [H, D], of the first tokens only
+    "sink_min": (lambda x, sinks: x[:sinks].amin(0) if sinks else None, torch.minimum),  # [H, D]
+    "histogram": (lambda x, sinks: histogram.count(x[sinks:]) if len(x) > sinks else None, torch.add),  # [H, D, BINS], the others
+    "token_histogram": (lambda x, _: histogram.count(x.abs().amax(-1)), torch.add),  # [H, BINS], of each token's absmax
 }
+STATISTICS = {f"{side}_{name}": (side, *kind) for side in "kv" for name, kind in _KINDS.items()}
+FULL = tuple(name for name in STATISTICS if not name.endswith("absmax"))  # what every method and the report need
+HISTOGRAM_LIMIT = 2**31 - 1  # tokens that an int32 count holds
 
 
 class Collector:
-    """An observer that keeps running extremes of every layer, float32, whatever the batch."""
+    """An observer that keeps running statistics of every layer, whatever the batch. sink_tokens: how many tokens at the start of
+    a document count as attention sinks; call begin() before each document then, and run documents one at a time."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        unknown = sorted(set(names) - set(_STATISTICS))
+    def __init__(self, names: Sequence[str], sink_tokens: int = 0) -> None:
+        unknown = sorted(set(names) - set(STATISTICS))
         if unknown:
-            raise ConfigError(f"calibration cannot collect {', '.join(unknown)}; it collects: {', '.join(sorted(_STATISTICS))}")
-        self.names = sorted(names)
+            raise ConfigError(f"calibration cannot collect {', '.join(unknown)}; it collects: {', '.join(sorted(STATISTICS))}")
+        self.names, self.sink_tokens = sorted(names), sink_tokens
         self.stats: dict[int, Stats] = {}
+        self._position: dict[int, int] = {}
 
-    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """k [T, H, Dk], v [T, H, Dv] of real tokens."""
+    def begin(self) -> None:
+        """The next rows are the start of a document."""
+        self._position.clear()
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv] of real tokens."""
         if not len(k):
             return
-        seen = self.stats.setdefault(layer, {})
-        for name in self.names:
-            which, reduce, combine = _STATISTICS[name]
-            new = reduce((k if which == "k" else v).detach().float())
-            seen[name] = combine(seen[name], new) if name in seen else new
+        start = self._position.get(layer, 0)
+        self._position[layer] = start + len(k)
+        sinks = max(0, min(len(k), self.sink_tokens - start))
+        sides = {"k": k.detach().float(), "v": v.detach().float()}
+        new = {name: reduce(sides[side], sinks) for name in self.names for side, reduce, _ in [STATISTICS[name]]}
+        self.stats[layer] = combined(self.stats.get(layer, {}), {n: s.cpu() for n, s in new.items() if s is not None})
+
+
+def combined(a: Stats, b: Stats) -> Stats:
+    """Statistics of the union of what `a` and `b` saw."""
+    return a | {name: STATISTICS[name][2](a[name], value) if name in a else value for name, value in b.items()}
+
+
+def run_document(engine: "Engine", tokens: Sequence[int]) -> None:
+    """One forward over the document; scoring would compute logits that nobody reads, so it asks for one new token."""
+    engine.generate([list(tokens)], _ONE_TOKEN)
+
+
+def check_finite(stats: dict[int, Stats], layers: Sequence[LayerShape]) -> None:
+    """Raises ScaleError when a layer was not reached, or when the model produced values that are not finite."""
+    for layer in layers:
+        if layer.index not in stats:
+            raise ScaleError(f"calibration: layer {layer.index} was never reached")
+        bad = [name for name, value in stats[layer.index].items() if not bool(value.isfinite().all())]
+        if bad:
+            raise ScaleError(
+                f"calibration: layer {layer.index}: {', '.join(bad)} is not finite; the model overflows in its dtype"
+            )
+
+
+def data_fingerprint(documents: Sequence[Sequence[int]]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps([list(tokens) for tokens in documents]).encode())
+
+
+def provenance(engine: "Engine", documents: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The part of a file's metadata that says which model and which data it came from."""
+    return {
+        "model": engine.loaded.name,
+        "model_fingerprint": engine.loaded.fingerprint,
+        "data_fingerprint": data_fingerprint(documents),
+        "documents": len(documents),
+        "tokens": sum(map(len, documents)),
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def quantizer_metadata(quantizer: Quantizer, method: str) -> dict[str, Any]:
+    """The part of a scale file's metadata that says which quantizer it is for."""
+    settings = {f.name: getattr(quantizer, f.name) for f in dataclasses.fields(quantizer) if f.init}
+    return {"quantizer": quantizer.name, "quantizer_fields": settings, "method": method}
 
 
 def calibrate(
@@ -64,42 +127,20 @@ def calibrate(
     quantizer: Quantizer,
     progress: Callable[[int, int], None] | None = None,
 ) -> ScaleFile:
-    """Scales of `quantizer` from `token_lists`, run through `engine` (whose own quantizer should be `none`).
+    """Scales of `quantizer` by absmax, from `token_lists`, run through `engine` (whose own quantizer should be `none`).
 
     progress(done, total) is called after every document. Raises ScaleError when there is nothing to learn from, when a
     layer was not reached, or when the model produced values that are not finite.
     """
     documents = [list(tokens) for tokens in token_lists if tokens]
-    total = sum(map(len, documents))
-    if not total:
+    if not documents:
         raise ScaleError("calibration got no tokens; give documents with text")
     collector = Collector(sorted(quantizer.observers()))
     with engine.observe(collector):
         for i, tokens in enumerate(documents):
-            # One new token each: scoring would compute logits that nobody reads.
-            engine.generate([tokens], _ONE_TOKEN)
+            run_document(engine, tokens)
             if progress:
                 progress(i + 1, len(documents))
-    for layer in engine.layers:
-        stats = collector.stats.get(layer.index)
-        if stats is None:
-            raise ScaleError(f"calibration: layer {layer.index} was never reached")
-        bad = [name for name, value in stats.items() if not bool(value.isfinite().all())]
-        if bad:
-            raise ScaleError(
-                f"calibration: layer {layer.index}: {', '.join(bad)} is not finite; the model overflows in its dtype"
-            )
-    settings = {f.name: getattr(quantizer, f.name) for f in dataclasses.fields(quantizer) if f.init}
-    metadata = {
-        "model": engine.loaded.name,
-        "model_fingerprint": engine.loaded.fingerprint,
-        "quantizer": quantizer.name,
-        "quantizer_fields": settings,
-        "method": "absmax",
-        "data_fingerprint": xxhash.xxh3_128_hexdigest(json.dumps(documents).encode()),
-        "documents": len(documents),
-        "tokens": total,
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    check_finite(collector.stats, engine.layers)
+    metadata = provenance(engine, documents) | quantizer_metadata(quantizer, "absmax")
     return ScaleFile(quantizer.tensors_from_stats(collector.stats), metadata)

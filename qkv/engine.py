@@ -303,8 +303,9 @@ class Engine:
 
     @contextmanager
     def observe(self, observer: Observer) -> Iterator[None]:
-        """While active, observer(layer, k [T, H, Dk], v [T, H, Dv]) sees the keys and values of every forward, unquantized
-        and without padding. Nothing is taken from the prefix cache meanwhile: every token of every prompt is seen."""
+        """While active, observer(layer, q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv]) sees the queries, keys and values of every
+        forward, after RoPE, unquantized and without padding. Nothing is taken from the prefix cache meanwhile: every token of
+        every prompt is seen."""
         runner, manager = self._parts.runner, self.scheduler.manager
         runner.observer, manager.reuse = observer, False
         try:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from qkv.policies.quantizer.base import Quantizer
 
 Reads = Literal["cache", "raw"]
-Observer = Callable[[int, torch.Tensor, torch.Tensor], None]  # (layer index, k [T, H, Dk], v [T, H, Dv]) of real tokens
+# (layer index, q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv]) of real tokens, after RoPE
+Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass

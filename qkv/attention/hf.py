@@ -48,7 +48,7 @@ def attention_function(
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     if context.observer is not None:
         real = context.meta.query_start_list[-1]
-        context.observer(layer, k[:real], v[:real])
+        context.observer(layer, q[:real], k[:real], v[:real])
     context.calls += 1
     return context.backend.attend(layer, q, k, v, context.meta, kwargs.get("s_aux"))[None], None
 

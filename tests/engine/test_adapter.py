@@ -123,7 +123,7 @@ def test_only_the_wanted_rows_get_logits():
 def test_observer_sees_real_rows_only():
     adapter = HFAdapter(tiny_model("qwen2"))
     seen = []
-    run_steps(adapter, sequences(), padding=3, observer=lambda layer, k, v: seen.append((layer, k.shape, v.shape)))
+    run_steps(adapter, sequences(), padding=3, observer=lambda layer, q, k, v: seen.append((layer, k.shape, v.shape)))
     assert [layer for layer, _, _ in seen] == [0, 1, 2] * len(STEPS)
     rows = [sum(b - a for _, a, b in chunks) for chunks in STEPS]
     assert [k[0] for _, k, _ in seen[::3]] == rows

@@ -279,7 +279,7 @@ def test_the_quantizer_is_part_of_the_prefix_identity() -> None:
 def test_observers_see_real_tokens_once() -> None:
     rows: dict[int, int] = {}
     with make(deterministic=True) as engine:
-        with engine.observe(lambda layer, k, v: rows.update({layer: rows.get(layer, 0) + len(k)})):
+        with engine.observe(lambda layer, q, k, v: rows.update({layer: rows.get(layer, 0) + len(k)})):
             engine.generate([tokens(0, 21)], SamplingParams(max_tokens=1))
         engine.generate([tokens(1, 30)], SamplingParams(max_tokens=1))
     assert rows == {0: 21, 1: 21, 2: 21}  # no padding rows, nothing after the with
