@@ -77,8 +77,8 @@ def remove_if_empty(folder: Path) -> None:
             candidate.rmdir()
 
 
-def explain(error: Exception, conf: Path, arguments: Sequence[str]) -> str:
-    """One message for a person: the offending word, what is allowed, what to do."""
+def explain(error: Exception, conf: Path, arguments: Sequence[str], config: str = "config") -> str:
+    """One message for a person: the offending word, what is allowed, what to do. config: the file that was composed."""
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__
     if isinstance(error, OverrideParseException):
@@ -93,13 +93,13 @@ def explain(error: Exception, conf: Path, arguments: Sequence[str]) -> str:
         return f"{key} is needed: add {key}=..."
     found = re.search(r"Could not (?:override|append|delete)[^']*'([^']+)'", text)
     if isinstance(error, ConfigCompositionException) and found:
-        return _unknown_key(found[1], conf, arguments)
+        return _unknown_key(found[1], conf, arguments, config)
     return first if "\n" in text or not text else text
 
 
-def _unknown_key(key: str, conf: Path, arguments: Sequence[str]) -> str:
+def _unknown_key(key: str, conf: Path, arguments: Sequence[str], config: str) -> str:
     *parents, last = key.split(".")
-    node: object = _composed(conf, arguments)
+    node: object = _composed(conf, arguments, config)
     for i, parent in enumerate(parents):
         inner = node.get(parent) if isinstance(node, DictConfig) else None
         if not isinstance(inner, DictConfig):
@@ -114,13 +114,13 @@ def _unknown_key(key: str, conf: Path, arguments: Sequence[str]) -> str:
     return f"unknown key '{key}'; {suggest(last, allowed)}"
 
 
-def _composed(conf: Path, arguments: Sequence[str]) -> DictConfig | None:
+def _composed(conf: Path, arguments: Sequence[str], config: str) -> DictConfig | None:
     """The configuration with the command line's choices of groups but not its values, for its keys."""
     known = groups(conf)
     choices = [a for a in arguments if a.partition("=")[0] in known and a.partition("=")[2] in known[a.partition("=")[0]]]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf), version_base="1.3"):
-            return compose("config", choices)
+            return compose(config, choices)
     except ConfigCompositionException:
         return None

@@ -29,7 +29,6 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 _codes: list[int] = []  # exit code of every job of this process: Hydra has no way to hand one back
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def _job(config: DictConfig) -> None:
     """One run, inside the folder that Hydra chose. A user's error is printed here; bugs and Ctrl-C are raised."""
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -60,25 +59,26 @@ def _job(config: DictConfig) -> None:
         print(f"record: {cli.shown(run.record.path)}", flush=True)
 
 
-def _refuse(error: Exception, code: int) -> int:
-    print(f"error: {cli.explain(error, CONF, sys.argv[1:])}", file=sys.stderr)
+def _refuse(error: Exception, code: int, config: str = "config") -> int:
+    print(f"error: {cli.explain(error, CONF, sys.argv[1:], config)}", file=sys.stderr)
     return code
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Raises what is a bug."""
+def main(arguments: Iterable[str] | None = None, config: str = "config") -> int:
+    """Run the command line; returns the exit code. Raises what is a bug. config: the file of conf/ it all starts from."""
     if arguments is not None:
         sys.argv[1:] = list(arguments)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing its own report, so that we can word it
     cli.register_resolvers(CONF)
     _codes.clear()
+    program = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config)(_job)
     try:
-        _job()
+        program()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except (HydraException, OmegaConfBaseException) as error:
-        return _refuse(error, 2)
+        return _refuse(error, 2, config)
     return max(_codes, default=0)
 
 

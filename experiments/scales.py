@@ -48,5 +48,6 @@ def stand_in(quantizer: Quantizer, layers: list[LayerShape]) -> ScaleFile | None
         return None
     collector, generator = Collector(sorted(quantizer.observers())), torch.Generator().manual_seed(0)
     for layer in layers:
-        collector(layer.index, *(torch.randn(4, layer.H, D, generator=generator) for D in (layer.Dk, layer.Dv)))
+        k, v = (torch.randn(4, layer.H, D, generator=generator) for D in (layer.Dk, layer.Dv))
+        collector(layer.index, k, k, v)
     return ScaleFile(quantizer.tensors_from_stats(collector.stats), {"quantizer": quantizer.name})

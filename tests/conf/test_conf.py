@@ -52,7 +52,8 @@ SCHEMAS = {
 }
 NEEDED = {"model=hub": ["model.id=a/b"], "model=path": ["model.path={dir}"], "model=gguf": ["model.path={file}"]}
 NEEDED |= {"model=shape": ["model.layers=2", "model.kv_heads=2", "model.head_dim=16"]}
-NEEDED |= {"data=jsonl": ["data.path={file}"], "data=text": ["data.path={dir}"], "data=hub": ["data.path=wikitext"]}
+NEEDED |= {f"data={kind}": ["data.path={file}"] for kind in ("csv", "json", "jsonl", "parquet")}
+NEEDED |= {"data=text": ["data.path={dir}"], "data=hub": ["data.path=wikitext"]}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,9 +82,9 @@ def test_the_groups_are_those_of_the_design() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(CONF)))
 def test_every_file_opens_with_its_command_and_what_it_shows(file: Path) -> None:
     command, shows = cli.header(file)
-    assert command.startswith(("python -m experiments.run", "make demo"))
+    assert command.startswith(("python -m experiments.run", "python -m calibration.run", "make demo"))
     assert shows
-    if file.parent.parent == CONF and file.parent.name != "hydra":
+    if file.parent.parent == CONF and file.parent.name != "hydra" and not command.startswith("python -m calibration."):
         assert f"{file.parent.name}" in command or file.stem in command
     assert "_target_" not in file.read_text(encoding="utf-8")
 

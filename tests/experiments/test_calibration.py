@@ -27,11 +27,11 @@ def engine(loaded: LoadedModel) -> Iterator[Engine]:
 
 def test_statistics_do_not_depend_on_how_tokens_come(engine: Engine) -> None:
     names = ["k_channel_absmax", "k_channel_max", "k_channel_min", "k_head_absmax", "v_head_absmax"]
-    k, v = torch.randn(20, 2, 16), torch.randn(20, 2, 16)
+    q, k, v = (torch.randn(20, 2, 16) for _ in range(3))
     whole, pieces = Collector(names), Collector(names)
-    whole(0, k, v)
+    whole(0, q, k, v)
     for part in (slice(0, 3), slice(3, 3), slice(3, 20)):
-        pieces(0, k[part], v[part])
+        pieces(0, q[part], k[part], v[part])
     assert {n: s.shape for n, s in whole.stats[0].items()} == {
         "k_channel_absmax": (2, 16),
         "k_channel_max": (2, 16),
@@ -48,7 +48,7 @@ def test_statistics_do_not_depend_on_how_tokens_come(engine: Engine) -> None:
 def test_scales_come_from_the_keys_the_model_produced(engine: Engine) -> None:
     seen: dict[int, torch.Tensor] = {}
 
-    def observe(layer: int, k: torch.Tensor, _: torch.Tensor) -> None:
+    def observe(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         top = k.abs().amax(0)
         seen[layer] = torch.maximum(seen[layer], top) if layer in seen else top
 
@@ -85,9 +85,9 @@ def test_no_tokens_are_refused(engine: Engine, nothing: list[list[int]]) -> None
 def test_a_layer_that_was_never_reached_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Collector.__call__
 
-    def deaf(self: Collector, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def deaf(self: Collector, layer: int, *qkv: torch.Tensor) -> None:
         if layer != 1:
-            original(self, layer, k, v)
+            original(self, layer, *qkv)
 
     monkeypatch.setattr(Collector, "__call__", deaf)
     with pytest.raises(ScaleError, match="layer 1 was never reached"):
@@ -96,7 +96,7 @@ def test_a_layer_that_was_never_reached_is_refused(engine: Engine, monkeypatch: 
 
 def test_values_that_are_not_finite_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Collector.__call__
-    monkeypatch.setattr(Collector, "__call__", lambda self, layer, k, v: original(self, layer, k * float("inf"), v))
+    monkeypatch.setattr(Collector, "__call__", lambda self, layer, q, k, v: original(self, layer, q, k * float("inf"), v))
     with pytest.raises(ScaleError, match="layer 0: k_channel_absmax is not finite"):
         calibrate(engine, TEXTS, QUANTIZERS.build("int8"))
 

@@ -1,0 +1,1 @@
+"""Where text comes from: one class per option of data=... (conf/data), found by their registered names."""
