@@ -38,7 +38,7 @@ def gather(
     identity = {
         "model": engine.loaded.name,
         "model_fingerprint": engine.loaded.fingerprint,
-        "dtype": str(engine.loaded.model.dtype).removeprefix("torch."),
+        "dtype": engine.config.model.dtype,
         "sink_tokens": sink_tokens,
         "data_fingerprint": data_fingerprint(documents),
     }

@@ -97,7 +97,7 @@ def test_given_positions_are_used(name):
     def logits(position: int) -> torch.Tensor:
         meta = dense_metadata([(0, 0, 1), (1, 0, 1)])
         keys = []
-        context = StepContext(DenseBackend(adapter.layers), meta, lambda layer, k, v: keys.append(k.clone()))
+        context = StepContext(DenseBackend(adapter.layers), meta, lambda layer, q, k, v: keys.append(k.clone()))
         adapter.forward(ids, torch.full((2,), position), torch.arange(2), context)
         return keys[0]
 
