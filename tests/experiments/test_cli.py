@@ -33,7 +33,7 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "choose what to do: experiment=NAME. Allowed: bench_scheduler, compare,"),
+        ([], "choose what to do: experiment=NAME. Allowed: bench_engine, bench_scheduler, compare,"),
         (["experiment=comprae"], "unknown experiment 'comprae'; did you mean 'compare'?"),
         (["experiment=compare", "quantizer=int9"], "unknown quantizer 'int9'; did you mean 'int8'?"),
         (["experiment=compare", "quantizrs=[none]"], "unknown key 'quantizrs'; did you mean 'quantizers'?"),
@@ -49,6 +49,8 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str)
         (["experiment=compare", "quantizers=[{name: fp8, format: e3m4}]"], "'e3m4' is not allowed"),
         (["experiment=compare", "quantizers=[int8,int8]"], "each at most once"),
         (["experiment=compare", "quantizers=int8"], "expected a list"),
+        (["experiment=bench_engine", "cases=[8by256]"], "cases='8by256' is not allowed; it must be REQUESTSxPROMPT tokens"),
+        (["experiment=bench_engine", "baseline=transfomers"], "did you mean 'transformers'?"),
         (["experiment=compare", "documents=0"], "documents=0 is not allowed; it must be at least 1"),
         (["experiment=compare", "seed=abc"], "seed: expected int, got 'abc'"),
         (["experiment=compare", "allocator.block_size=17"], "block_size=17 is not allowed"),
@@ -82,7 +84,7 @@ def test_help_lists_every_group_and_experiment(capsys: pytest.CaptureFixture[str
         run.main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for word in ("bench_scheduler", "compare", "demo", "generate", "int8_token", "smollm2", "llama3-8b-tiny", "--cfg job"):
+    for word in ("bench_engine", "compare", "demo", "generate", "int8_token", "smollm2", "llama3-8b-tiny", "--cfg job"):
         assert word in text
     assert "$" not in text
 

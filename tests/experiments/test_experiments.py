@@ -140,3 +140,19 @@ def test_planning_costs_the_same_at_any_context_length(tmp_path: Path) -> None:
     assert short["blocks_allocated_per_step"] == long["blocks_allocated_per_step"] == 32 / 16
     assert set(long["plan_ms"]) == {"mean", "p50", "p95", "p99"}
     assert record["rows"][1]["cache"]["hit_rate"] > 0
+
+
+def test_engine_speed_is_measured_in_turn_with_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["cases=[1x20,3x40]", "quantizers=[none,int8]", "output_tokens=4", "repeats=2", "baseline=transformers"]
+    record = run_it(tmp_path, "experiment=bench_engine", *TINY, *arguments)
+    assert [(r["case"]["requests"], r["case"]["prompt_tokens"], r["label"]) for r in record["rows"]] == [
+        (requests, tokens, label) for requests, tokens in ((1, 20), (3, 40)) for label in ("none", "int8", "transformers")
+    ]
+    for row in record["rows"]:
+        speed = row["speed"]
+        assert speed["prefill_tokens_per_s"] > 0
+        assert len(speed["runs_decode_tokens_per_s"]) == 2
+        assert ("decode_speedup_vs_transformers" in speed) == (row["label"] != "transformers")
+    assert record["rows"][4]["policy"]["scales"].startswith("calibrated in memory")
+    assert record["rows"][4]["memory"]["capacity_tokens"] >= 3 * 44
+    assert "3x40" in capsys.readouterr().out
