@@ -1,0 +1,123 @@
+"""The CPU kernels: one operator, torch.ops.qkv_cpu.attend, which stores K and V and attends from the pool.
+
+Takes: the same planes, statics and metadata as the reference. Gives: the same codes, and attention to within rounding.
+Does not know about: layers, quantizers.
+
+Legend: T rows · R requests · H kv heads · Hq query heads · D head dim · B block size · M blocks per request.
+"""
+
+import os
+from functools import lru_cache
+
+import torch
+
+from qkv_kernels.cpu.build import BuildError, library
+from qkv_kernels.format import STATIC_SCALES, KVFormat
+
+__all__ = ["BuildError", "attend", "expand", "format_numbers", "instruction_set", "load", "refusal"]
+
+MAX_GROUP = 32  # query heads per kv head; as in args.h
+_SCALES = ("none", "tensor", "head", "channel", "token", "token_group")
+_ZEROS = ("none", "code", "float")
+_NOTHING = torch.empty(0)
+
+
+@lru_cache
+def load(path: str | None = None) -> None:
+    """Build if needed, and register the operator. Raises BuildError."""
+    torch.ops.load_library(path or str(library()))
+
+    @torch.library.register_fake("qkv_cpu::attend")
+    def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+        return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+def instruction_set() -> str:
+    """avx512, avx2 or portable: the best this machine runs; QKV_CPU_ISA asks for a lesser one."""
+    best = torch.ops.qkv_cpu.best_isa()
+    order = ("portable", "avx2", "avx512")
+    asked = os.environ.get("QKV_CPU_ISA", best)
+    if asked not in order or order.index(asked) > order.index(best):
+        allowed = ", ".join(order[: order.index(best) + 1])
+        raise ValueError(f"QKV_CPU_ISA={asked!r} does not run on this machine; allowed: {allowed}")
+    return asked
+
+
+def refusal(fmt: KVFormat, D: int) -> str | None:
+    """None if the kernels read and write this format at head dim D, else the reason."""
+    if fmt.unit != "token" or fmt.rotate or fmt.scale not in _SCALES:
+        return "the cpu kernels store single tokens, unrotated"
+    if fmt.raw:
+        known = fmt.storage in (torch.float32, torch.bfloat16, torch.float16)
+        return None if known else f"the cpu kernels have no raw {fmt.storage}"
+    known = (fmt.bits, fmt.storage) in (
+        *((8, d) for d in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)),
+        (4, torch.uint8),
+    )
+    if not known:
+        return f"the cpu kernels have no {fmt.bits}-bit codes in {fmt.storage}"
+    if fmt.storage.is_floating_point and (fmt.zero != "none" or fmt.scale == "token_group"):
+        return "the cpu kernels have no zero points or group scales for fp8"
+    if fmt.bits == 4 and D % 2:
+        return f"4-bit codes need an even head dim, not {D}"
+    if fmt.group is not None and D % fmt.group:
+        return f"head dim {D} is not a multiple of the scale group {fmt.group}"
+    return None if fmt.scale_dtype in (torch.float16, torch.float32) else f"the cpu kernels have no {fmt.scale_dtype} scales"
+
+
+def format_numbers(fmt: KVFormat) -> list[int]:
+    return [_SCALES.index(fmt.scale), _ZEROS.index(fmt.zero), fmt.group or 0]
+
+
+def expand(
+    fmt: KVFormat,
+    codes: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    static_scale: torch.Tensor | None,
+    static_zero: torch.Tensor | None,
+    D: int,
+) -> list[torch.Tensor]:
+    """Planes and statics of K or V as the operator takes them: codes, scale, zero, head scale [H], channel scale and zero [H, D]."""
+    H = codes.shape[1]
+    head = channel = fixed_zero = None
+    if fmt.scale in STATIC_SCALES and static_scale is not None:
+        if fmt.scale == "channel":
+            channel = static_scale.float().contiguous()
+        else:
+            head = static_scale.float().expand(H).contiguous()
+        if static_zero is not None:
+            shaped = static_zero.float() if fmt.scale != "head" else static_zero.float()[:, None]
+            fixed_zero = shaped.expand(H, D).contiguous()
+    return [_NOTHING if x is None else x for x in (codes, scale, zero, head, channel, fixed_zero)]
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    planes: list[torch.Tensor],
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    sinks: torch.Tensor | None,
+    formats: list[int],
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    store: bool = True,
+    deterministic: bool = False,
+    isa: str = "portable",
+) -> torch.Tensor:
+    """Encode and store K, V (unless store is false: they are in the pool already), then attend from the pool.
+
+    q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv] of one dtype (float32, bfloat16, float16); planes: expand() of K, then of V, written
+    in place; formats: format_numbers() of K, then of V; block_table [R, M] int32, query_start [R + 1] int32, slots and
+    positions [T] int64 as in qkv.layout. deterministic: a row's result does not depend, to the bit, on its batch, chunk or
+    block size; slower in prefill. Returns [T, Hq, Dv] in q's dtype, zeros for padding rows.
+    """
+    return torch.ops.qkv_cpu.attend(
+        q, k, v, planes, block_table, query_start, slots, positions, sinks, formats, scaling, window or 0, softcap or 0.0, store,
+        deterministic, isa,
+    )  # fmt: skip

@@ -1,0 +1,159 @@
+// Rows of K or V to codes and scales in their slots: the rules of reference/codec.py, operation by operation, so that the
+// bytes are the same. Compiled without contraction of a * b + c, which would round differently.
+#pragma once
+#include "decode.h"
+
+namespace qkv {
+namespace {
+
+constexpr float MIN_SCALE = 0x1p-24f;  // smallest positive float16
+
+INLINE VF clampv(VF x, float low, float high) { return vmin(vmax(x, splat(low)), splat(high)); }
+
+// The largest (sign +1) or smallest (sign -1) of n floats, or of their magnitudes.
+INLINE float extreme(const float* x, int n, float sign, bool magnitude) {
+  float best = -INFINITY;
+  int i = 0;
+  if (n >= VL) {
+    VF top = splat(-INFINITY);
+    for (; i + VL <= n; i += VL) {
+      VF v = load<VF>(x + i);
+      v = magnitude ? (VF)((VI)v & 0x7fffffff) : v * sign;
+      top = vmax(top, v);
+    }
+    best = hmax(top);
+  }
+  for (; i < n; i++) {
+    const float v = magnitude ? fabsf(x[i]) : x[i] * sign;
+    best = v > best ? v : best;
+  }
+  return best * sign;
+}
+
+INLINE float stored(float x, bool half) { return half ? from_half(to_half(x)) : x; }
+
+INLINE float stored_scale(float s, bool half) {
+  const float largest = half ? 65504.f : 3.4028234664e38f;
+  s = s < MIN_SCALE ? MIN_SCALE : s > largest ? largest : s;
+  return stored(s, half);
+}
+
+// Dynamic scale and zero of a row or group, as stored.
+INLINE void choose(const Plane& p, const float* x, int n, float qmin, float qmax, float* scale, float* zero) {
+  *zero = 0.f;
+  if (p.zero == NO_ZERO) {
+    *scale = stored_scale(extreme(x, n, 1.f, true) / qmax, p.half_scale);
+    return;
+  }
+  float low = extreme(x, n, -1.f, false), high = extreme(x, n, 1.f, false);
+  if (p.zero == CODE_ZERO) {
+    low = low < 0.f ? low : 0.f, high = high > 0.f ? high : 0.f;
+    *scale = stored_scale((high - low) / (qmax - qmin), p.half_scale);
+    float z = nearbyintf(qmin - low / *scale);
+    z = z < qmin ? qmin : z > qmax ? qmax : z;
+    *zero = stored(z, p.half_scale);
+    return;
+  }
+  const float largest = p.half_scale ? 65504.f : 3.4028234664e38f;
+  float z = low - (high - low) / (qmax - qmin) * qmin;
+  *zero = z = stored(z < -largest ? -largest : z > largest ? largest : z, p.half_scale);
+  const float up = (high - z) / qmax, down = (low - z) / qmin;
+  *scale = stored_scale(up > down ? up : down, p.half_scale);
+}
+
+// Float to 8-bit float, nearest even, of |x| <= largest. Float's own rounding does it: in the low bits of a sum for
+// subnormals, by carry for the others.
+template <int MANTISSA, int BIAS>
+INLINE VI to_fp8(VF x) {
+  constexpr int DROP = 23 - MANTISSA;
+  const VI bits = (VI)x, sign = (VI)((VU)bits >> 24) & 128, u = bits & 0x7fffffff;
+  const VF anchor = splat(bits_to_float(uint32_t(127 + 1 - BIAS + DROP) << 23));  // one unit in its last place is the smallest subnormal
+  const VI small = (VI)((VF)u + anchor) - (VI)anchor;
+  const VI normal = (u - ((127 - BIAS) << 23) + ((1 << (DROP - 1)) - 1) + ((u >> DROP) & 1)) >> DROP;
+  const VI is_small = u < ((128 - BIAS) << 23);
+  return sign | ((is_small & small) | (~is_small & normal));
+}
+
+// One row x [D] (padded to a multiple of VL) -> codes.
+INLINE void write_codes(const Plane& p, const float* x, char* out) {
+  const int D = p.D;
+  switch (p.code) {
+    case Code::F32: memcpy(out, x, 4 * D); return;
+    case Code::BF16:
+      for (int d = 0; d < D; d++) ((uint16_t*)out)[d] = to_bf16(x[d]);
+      return;
+    case Code::F16:
+      for (int d = 0; d < D; d++) ((uint16_t*)out)[d] = to_half(x[d]);
+      return;
+    default: break;
+  }
+  int32_t q[(D + VL) / VL * VL];
+  const float magic = 12582912.f;  // adding it rounds to an integer, half to even
+  for (int d = 0; d < D; d += VL) {
+    const VF v = load<VF>(x + d);
+    VI i;
+    if (p.code == Code::E4M3)
+      i = to_fp8<3, 7>(clampv(v, -448.f, 448.f));
+    else if (p.code == Code::E5M2)
+      i = to_fp8<2, 15>(clampv(v, -57344.f, 57344.f));
+    else {
+      const float high = p.code == Code::I4 ? 7.f : 127.f, low = p.zero == NO_ZERO ? -high : -high - 1;
+      i = (VI)(clampv(v, low, high) + magic) - (VI)splat(magic);
+    }
+    store(q + d, i);
+  }
+  if (p.code == Code::I4)
+    for (int d = 0; d < D / 2; d++) out[d] = char((q[d] + 8) | (q[d + D / 2] + 8) << 4);
+  else
+    for (int d = 0; d < D; d++) out[d] = char(q[d]);
+}
+
+// Row x [D] of kv head h -> its slot. x is overwritten.
+void encode(const Plane& p, float* x, int h, int64_t slot, int B) {
+  const int D = p.D;
+  char* out = p.codes + slot / B * p.block + h * p.head + slot % B * p.token;
+  if (p.scale == TOKEN || p.scale == GROUP) {
+    const float qmax = p.code == Code::I4 ? 7.f : p.code == Code::I8 ? 127.f : p.code == Code::E4M3 ? 448.f : 57344.f;
+    const float qmin = p.zero == NO_ZERO ? -qmax : -qmax - 1;
+    const int n = p.scale == GROUP ? p.group : D, size = p.half_scale ? 2 : 4;
+    const int64_t at = slot / B * p.s_block + h * p.s_head + slot % B * p.s_token;
+    for (int g = 0; g < D / n; g++) {
+      float s, z;
+      choose(p, x + g * n, n, qmin, qmax, &s, &z);
+      for (int d = g * n; d < (g + 1) * n; d++) {
+        if (p.zero == FLOAT_ZERO) x[d] -= z;
+        x[d] /= s;
+        if (p.zero == CODE_ZERO) x[d] += z;
+      }
+      const uint16_t hs = to_half(s), hz = to_half(z);
+      memcpy(p.scales + at + g * size, p.half_scale ? (void*)&hs : (void*)&s, size);
+      if (p.zero != NO_ZERO) memcpy(p.zeros + at + g * size, p.half_scale ? (void*)&hz : (void*)&z, size);
+    }
+  } else if (p.scale != UNSCALED) {
+    const float *s = p.channel_scale ? p.channel_scale + int64_t(h) * D : nullptr, head = p.head_scale ? p.head_scale[h] : 1.f;
+    const float* z = p.static_zero ? p.static_zero + int64_t(h) * D : nullptr;
+    for (int d = 0; d < D; d++) {
+      if (z && p.zero == FLOAT_ZERO) x[d] -= z[d];
+      x[d] /= s ? s[d] : head;
+      if (z && p.zero == CODE_ZERO) x[d] += z[d];
+    }
+  }
+  write_codes(p, x, out);
+}
+
+// K and V of rows [row0, row1): padding rows (slot below B: none, or the null block) write nothing.
+void append(const Call& c, int row0, int row1) {
+  float x[(c.K.D > c.V.D ? c.K.D : c.V.D) + VL];
+  for (int row = row0; row < row1; row++) {
+    if (c.slots[row] < c.B) continue;
+    for (int h = 0; h < c.H; h++) {
+      load_row(c.k, c.dtype, row, h, c.K.D, x);
+      encode(c.K, x, h, c.slots[row], c.B);
+      load_row(c.v, c.dtype, row, h, c.V.D, x);
+      encode(c.V, x, h, c.slots[row], c.B);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace qkv

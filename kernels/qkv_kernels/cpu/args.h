@@ -1,0 +1,72 @@
+// What the kernels take: plain data, no torch. One Call describes one layer's head range and one step.
+//
+// Legend: T rows · R requests · H kv heads of the range · G query heads per kv head · D head dim · B block size.
+#pragma once
+#include <cstdint>
+
+namespace qkv {
+
+enum Code : int64_t { F32, BF16, F16, E4M3, E5M2, I8, I4 };                  // of a pool's codes; the first three also of q, k, v
+enum Scale : int64_t { UNSCALED, TENSOR, HEAD, CHANNEL, TOKEN, GROUP };      // who shares a scale; the last two are in the pool
+enum Zero : int64_t { NO_ZERO, CODE_ZERO, FLOAT_ZERO };                      // (code - zero) * scale | code * scale + zero
+
+constexpr int TILE = 64;       // keys scored together; tiles are counted from position 0
+constexpr int CHUNK = 512;     // keys of one unit of work, counted from position 0: never depends on threads or batch
+constexpr int MAX_GROUP = 32;  // G at most
+
+struct Plane {  // K or V in the pool. Strides in bytes.
+  Code code;
+  Scale scale;
+  Zero zero;
+  bool half_scale;  // scales and zeros in the pool are float16, else float32
+  int group, D;
+  char* codes;
+  int64_t block, head, token;
+  char *scales, *zeros;
+  int64_t s_block, s_head, s_token;
+  const float *head_scale, *channel_scale, *static_zero;  // [H], [H, D], [H, D], or null
+
+  int element() const { return code == F32 ? 4 : code == BF16 || code == F16 ? 2 : 1; }
+  int row_bytes() const { return code == I4 ? D / 2 : D * element(); }
+};
+
+struct Rows {  // [T, heads, D] of the model, innermost stride 1. Strides in bytes.
+  char* data;
+  int64_t row, head;
+};
+
+struct Call {
+  Code dtype;  // of q, k, v, out
+  Rows q, k, v, out;
+  Plane K, V;
+  int T, R, H, G, B;
+  const int32_t* table;  // [R, M]
+  int64_t table_stride;  // elements
+  const int64_t *slots, *positions;
+  float scaling, softcap;  // softcap 0: none
+  int window;              // 0: none
+  const float* sinks;      // [H * G] or null
+};
+
+struct Unit {  // one row's attention to keys [first, last), a part of one chunk, for kv heads [h0, h1)
+  int row, request, first, last, h0, h1;
+  float* part;  // [(h1 - h0) * G][2 + Dv]: maximum, sum, unnormalised output; base 2
+};
+
+struct Block {  // query rows [r0, r1) of one request and one kv head, attending to all their keys
+  int r0, r1, request, h;
+};
+
+struct Kernels {
+  const char* name;
+  void (*append)(const Call&, int row0, int row1);
+  void (*decode)(const Call&, const Unit&);
+  void (*merge)(const Call&, int row, int h, const float* const* parts, int64_t count);
+  void (*extend)(const Call&, const Block&);
+};
+
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+
+}  // namespace qkv

@@ -1,0 +1,218 @@
+// The operator qkv_cpu::attend: checks, then splits a step over torch's threads. The arithmetic is in kernels.cpp.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <vector>
+
+#include "args.h"
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+using at::Tensor;
+using namespace qkv;
+
+const Kernels* kernels(const std::string& isa) {
+#if defined(__x86_64__)
+  if (isa == "avx512") return avx512_kernels();
+  if (isa == "avx2") return avx2_kernels();
+#endif
+  TORCH_CHECK(isa == "portable", "no kernels for instruction set '", isa, "'");
+  return portable_kernels();
+}
+
+// The best instruction set of this machine that was compiled in.
+std::string best_isa() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
+      __builtin_cpu_supports("avx512bf16"))
+    return "avx512";
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return "avx2";
+#endif
+  return "portable";
+}
+
+Code code_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return F32;
+    case at::kBFloat16: return BF16;
+    case at::kHalf: return F16;
+    case at::kFloat8_e4m3fn: return E4M3;
+    case at::kFloat8_e5m2: return E5M2;
+    case at::kChar: return I8;
+    case at::kByte: return I4;
+    default: TORCH_CHECK(false, "the cpu kernels have no dtype ", type);
+  }
+}
+
+Rows rows_of(const Tensor& x) {  // [T, heads, D]
+  TORCH_CHECK(x.dim() == 3 && (x.stride(2) == 1 || x.size(2) == 1), "q, k, v must be [T, heads, D] with unit stride of D");
+  return {(char*)x.data_ptr(), x.stride(0) * x.element_size(), x.stride(1) * x.element_size()};
+}
+
+const float* floats_of(const Tensor& x) {
+  TORCH_CHECK(!x.defined() || x.numel() == 0 || (x.scalar_type() == at::kFloat && x.is_contiguous()), "statics must be contiguous float32");
+  return x.numel() ? x.const_data_ptr<float>() : nullptr;
+}
+
+// planes: codes, scale, zero, head_scale [H], channel_scale [H, D], static_zero [H, D]; empty where absent.
+Plane plane_of(const Tensor* planes, at::IntArrayRef format, int D) {
+  const Tensor &codes = planes[0], &scale = planes[1], &zero = planes[2];
+  TORCH_CHECK(codes.dim() == 4 && codes.stride(3) == 1, "codes must be [N, H, B, Dp] with unit stride of Dp");
+  Plane p{};
+  p.code = code_of(codes.scalar_type());
+  p.scale = Scale(format[0]), p.zero = Zero(format[1]), p.group = int(format[2]), p.D = D;
+  TORCH_CHECK(codes.size(3) * codes.element_size() == p.row_bytes(), "codes of ", codes.size(3), " elements for head dim ", D);
+  p.codes = (char*)codes.data_ptr();
+  p.block = codes.stride(0) * codes.element_size();
+  p.head = codes.stride(1) * codes.element_size();
+  p.token = codes.stride(2) * codes.element_size();
+  if (scale.numel()) {
+    const auto type = scale.scalar_type();
+    TORCH_CHECK(type == at::kHalf || type == at::kFloat, "scales must be float16 or float32, not ", type);
+    TORCH_CHECK(!zero.numel() || (zero.strides() == scale.strides() && zero.scalar_type() == type), "zeros must lie like their scales");
+    TORCH_CHECK(scale.dim() == 3 || scale.stride(3) == 1, "group scales of one row must be neighbours");
+    p.half_scale = type == at::kHalf;
+    p.scales = (char*)scale.data_ptr();
+    p.zeros = zero.numel() ? (char*)zero.data_ptr() : nullptr;
+    p.s_block = scale.stride(0) * scale.element_size();
+    p.s_head = scale.stride(1) * scale.element_size();
+    p.s_token = scale.stride(2) * scale.element_size();
+  }
+  TORCH_CHECK((p.scale < TOKEN) == !p.scales, "a pool scale goes with token and token_group formats only");
+  p.head_scale = floats_of(planes[3]), p.channel_scale = floats_of(planes[4]), p.static_zero = floats_of(planes[5]);
+  return p;
+}
+
+// Calls work(i) for i < n; each thread takes the next i when it has finished one. Which thread does what changes no result.
+template <class F>
+void share(int64_t n, F work) {
+  const int64_t threads = std::min<int64_t>(n, at::get_num_threads());
+  if (threads <= 1) {
+    for (int64_t i = 0; i < n; i++) work(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) work(i);
+  });
+}
+
+struct Pending {  // parts of one row and group of kv heads, still to be merged
+  int row, h0, h1, first_unit, units;
+};
+
+void attend_rows(const Call& c, const Kernels* isa, const std::vector<std::pair<int, int>>& rows) {
+  const int heads_each = [&] {  // few rows: split the kv heads too, until every thread has something to do
+    int64_t units = 0;
+    for (auto [row, request] : rows) units += c.positions[row] / CHUNK + 1;
+    int each = c.H;
+    while (each > 1 && units * ((c.H + each - 1) / each) < 4 * at::get_num_threads()) each = (each + 1) / 2;
+    return each;
+  }();
+  std::vector<Unit> units;
+  std::vector<Pending> pending;
+  for (auto [row, request] : rows) {
+    const int length = int(c.positions[row]) + 1, first = c.window && length > c.window ? length - c.window : 0;
+    for (int h = 0; h < c.H; h += heads_each) {
+      const int h1 = std::min(c.H, h + heads_each), unit = int(units.size());
+      for (int at = first; at < length; at = at / CHUNK * CHUNK + CHUNK)
+        units.push_back({row, request, at, std::min(length, at / CHUNK * CHUNK + CHUNK), h, h1, nullptr});
+      pending.push_back({row, h, h1, unit, int(units.size()) - unit});
+    }
+  }
+  const int64_t one = int64_t(heads_each) * c.G * (2 + c.V.D);
+  Tensor parts = at::empty({int64_t(units.size()) * one}, at::kFloat);
+  for (size_t i = 0; i < units.size(); i++) units[i].part = parts.data_ptr<float>() + i * one;
+  share(units.size(), [&](int64_t i) { isa->decode(c, units[i]); });
+  const auto merge = [&](int64_t i) {
+    const Pending& p = pending[i];
+    std::vector<const float*> list(p.units);
+    for (int h = p.h0; h < p.h1; h++) {
+      for (int u = 0; u < p.units; u++) list[u] = units[p.first_unit + u].part + int64_t(h - p.h0) * c.G * (2 + c.V.D);
+      isa->merge(c, p.row, h, list.data(), p.units);
+    }
+  };
+  if (pending.size() * heads_each * c.G * c.V.D < 16384)
+    for (size_t i = 0; i < pending.size(); i++) merge(i);
+  else
+    share(pending.size(), merge);
+}
+
+Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList planes, const Tensor& block_table,
+              const Tensor& query_start, const Tensor& slots, const Tensor& positions, const std::optional<Tensor>& sinks,
+              at::IntArrayRef formats, double scaling, int64_t window, double softcap, bool store, bool deterministic,
+              c10::string_view isa_name) {
+  const Kernels* isa = kernels(std::string(isa_name));
+  TORCH_CHECK(planes.size() == 12 && formats.size() == 6, "attend wants 12 planes and 6 format numbers");
+  Call c{};
+  c.dtype = code_of(q.scalar_type());
+  TORCH_CHECK(c.dtype <= F16, "attend computes in float32, bfloat16 and float16, not ", q.scalar_type());
+  const Tensor& codes = planes[0];
+  c.T = int(q.size(0)), c.H = int(codes.size(1)), c.B = int(codes.size(2)), c.R = int(query_start.size(0)) - 1;
+  TORCH_CHECK(c.H > 0 && q.size(1) % c.H == 0, q.size(1), " query heads on ", c.H, " kv heads");
+  c.G = int(q.size(1)) / c.H;
+  TORCH_CHECK(c.G <= MAX_GROUP, c.G, " query heads per kv head; at most ", MAX_GROUP);
+  c.K = plane_of(planes.data(), formats.slice(0, 3), int(q.size(2)));
+  c.V = plane_of(planes.data() + 6, formats.slice(3, 3), int(v.size(2)));
+  Tensor out = at::empty({c.T, q.size(1), c.V.D}, q.options());
+  c.q = rows_of(q), c.k = rows_of(k), c.v = rows_of(v), c.out = rows_of(out);
+  TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "q, k and v must have one dtype");
+  TORCH_CHECK(block_table.scalar_type() == at::kInt && query_start.scalar_type() == at::kInt && slots.scalar_type() == at::kLong &&
+                  positions.scalar_type() == at::kLong, "block_table and query_start are int32, slots and positions int64");
+  TORCH_CHECK(c.R == 0 || (block_table.size(0) == c.R && block_table.stride(1) == 1), "block_table must be [R, M]");
+  TORCH_CHECK(slots.size(0) == c.T && positions.size(0) == c.T && k.size(0) == c.T && v.size(0) == c.T, "rows disagree");
+  const Tensor table = block_table, starts = query_start.contiguous(), where = slots.contiguous(), at_position = positions.contiguous();
+  c.table = table.const_data_ptr<int32_t>(), c.table_stride = table.size(0) ? table.stride(0) : 0;
+  c.slots = where.const_data_ptr<int64_t>(), c.positions = at_position.const_data_ptr<int64_t>();
+  c.scaling = float(scaling), c.softcap = float(softcap), c.window = int(window);
+  Tensor sink_logits;
+  if (sinks) sink_logits = sinks->to(at::kFloat).contiguous(), c.sinks = sink_logits.const_data_ptr<float>();
+  TORCH_CHECK(!c.sinks || sink_logits.numel() == q.size(1), "one sink per query head");
+
+  if (store)
+    at::parallel_for(0, c.T, std::max<int64_t>(1, 16384 / (c.H * (c.K.D + c.V.D))), [&](int64_t a, int64_t b) { isa->append(c, int(a), int(b)); });
+
+  const int32_t* start = starts.const_data_ptr<int32_t>();
+  std::vector<std::pair<int, int>> rows;
+  for (int r = 0; r < c.R; r++)
+    for (int row = start[r]; row < start[r + 1]; row++) rows.push_back({row, r});
+  attend_rows(c, isa, rows);
+  if (c.R == 0 || start[c.R] < c.T) out.slice(0, c.R ? start[c.R] : 0).zero_();
+  return out;
+}
+
+// Ask for huge pages: a step reads pages all over the pool, and with 4 KB pages each costs a TLB miss.
+void advise_huge(const Tensor& pool) {
+#if defined(__linux__)
+  constexpr uintptr_t HUGE = 2 << 20;
+  const uintptr_t begin = ((uintptr_t)pool.data_ptr() + HUGE - 1) & ~(HUGE - 1);
+  const uintptr_t end = ((uintptr_t)pool.data_ptr() + pool.nbytes()) & ~(HUGE - 1);
+  if (end > begin) {
+    madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+    madvise((void*)begin, end - begin, 25);  // MADV_COLLAPSE (Linux 6.1): now, not when the kernel finds time
+  }
+#endif
+}
+
+}  // namespace
+
+TORCH_LIBRARY(qkv_cpu, m) {
+  m.def(
+      "attend(Tensor q, Tensor k, Tensor v, Tensor(a!)[] planes, Tensor block_table, Tensor query_start, Tensor slots, "
+      "Tensor positions, Tensor? sinks, int[] formats, float scaling, int window, float softcap, bool store, "
+      "bool deterministic, str isa) -> Tensor");
+  m.def("advise_huge(Tensor pool) -> ()");
+  m.def("best_isa() -> str", &best_isa);
+}
+
+TORCH_LIBRARY_IMPL(qkv_cpu, CPU, m) {
+  m.impl("attend", &attend);
+  m.impl("advise_huge", &advise_huge);
+}

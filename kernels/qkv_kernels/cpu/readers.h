@@ -1,0 +1,227 @@
+// How codes become vectors: one small reader per code type and engine. A new code type is a new reader.
+//
+// An engine multiplies and adds. It works on chunks of channels: CHUNK channels are VECS vectors of keys, and 4
+// accumulators of VL floats of output. A reader loads one chunk of one row, zero beyond D.
+//   Float: any format, any instruction set.
+//   Int16 (VNNI): integer codes; the other factor is scaled to int16 (relative error 2^-16 of its largest element).
+//   Bf16: bfloat16 values or codes exact in bfloat16.
+// The last two multiply pairs and serve bfloat16 and float16 compute only.
+#pragma once
+#include "args.h"
+#include "vec.h"
+
+namespace qkv {
+namespace {
+
+struct Float {
+  using Vec = VF;
+  using Acc = VF;
+  static constexpr int CHUNK = 4 * VL, VECS = 4, STEP = 1, BYTES = 4;
+  static FORCE Acc dot(Acc c, Vec a, Vec b) { return madd(a, b, c); }
+  static FORCE Vec weight(const char* w) { return splat(load<float>(w)); }
+  static FORCE VF as_float(Acc a) { return a; }
+  static FORCE void sum4(const Acc* a, float* out) {
+    for (int i = 0; i < 4; i++) out[i] = hsum(a[i]);
+  }
+  static constexpr int channel(int j, int i) { return j * VL + i; }  // of lane i of accumulator j
+  template <class R>
+  static FORCE void values(const char* const* rows, int64_t at, int chunk, int D, Vec* out) {
+    R::load(rows[0] + at, chunk, D, out);
+  }
+  static float pack(const float* x, int n, void* out) {  // out = x / result; returns result
+    memcpy(out, x, 4 * n);
+    return 1.f;
+  }
+};
+
+template <class R>
+struct FloatReader {  // R::get reads VL elements of R::BYTES bytes
+  using Engine = Float;
+  static constexpr bool BYTE_LANES = false;
+  static FORCE void load(const char* row, int chunk, int D, VF* out) {
+    for (int i = 0; i < 4; i++) {
+      int d = chunk * Float::CHUNK + i * VL, n = D - d;
+      if (n >= VL)
+        out[i] = R::get(row + int64_t(d) * R::BYTES);
+      else if (n <= 0)
+        out[i] = VF{};
+      else {
+        char rest[VL * R::BYTES] = {};
+        memcpy(rest, row + int64_t(d) * R::BYTES, n * R::BYTES);
+        out[i] = R::get(rest);
+      }
+    }
+  }
+};
+
+struct ReadF32 : FloatReader<ReadF32> {
+  static constexpr int BYTES = 4;
+  static FORCE VF get(const char* p) { return qkv::load<VF>(p); }
+};
+struct ReadBF16 : FloatReader<ReadBF16> {
+  static constexpr int BYTES = 2;
+  static FORCE VF get(const char* p) { return (VF)(widen_u16(p) << 16); }
+};
+struct ReadF16 : FloatReader<ReadF16> {
+  static constexpr int BYTES = 2;
+  static FORCE VF get(const char* p) { return widen_half(p); }
+};
+struct ReadI8 : FloatReader<ReadI8> {
+  static constexpr int BYTES = 1;
+  static FORCE VF get(const char* p) { return widen_int8(p); }
+};
+struct ReadE4M3 : FloatReader<ReadE4M3> {
+  static constexpr int BYTES = 1;
+  static FORCE VF get(const char* p) {  // exponent and mantissa moved to float's place; the product fixes the bias
+    VI x = widen_u8(p);
+    return (VF)((VI)((VF)((x & 127) << 20) * 0x1p120f) | ((x & 128) << 24));
+  }
+};
+struct ReadE5M2 : FloatReader<ReadE5M2> {
+  static constexpr int BYTES = 1;
+  static FORCE VF get(const char* p) {
+    VI x = widen_u8(p);
+    return (VF)((VI)((VF)((x & 127) << 21) * 0x1p112f) | ((x & 128) << 24));
+  }
+};
+
+#if VL == 16
+
+struct Pairs {
+  using Vec = __m512i;
+  static constexpr int CHUNK = 64, VECS = 2, STEP = 2, BYTES = 2;
+  static FORCE Vec weight(const char* w) { return _mm512_set1_epi32(qkv::load<int32_t>(w)); }
+  // Rows t and t + 1, element by element side by side. unpack works within 128-bit lanes, which permutes the channels.
+  template <class R>
+  static FORCE void values(const char* const* rows, int64_t at, int chunk, int D, Vec* out) {
+    Vec a[2], b[2];
+    R::load(rows[0] + at, chunk, D, a);
+    R::load(rows[1] + at, chunk, D, b);
+    for (int u = 0; u < 2; u++) {
+      out[2 * u] = _mm512_unpacklo_epi16(a[u], b[u]);
+      out[2 * u + 1] = _mm512_unpackhi_epi16(a[u], b[u]);
+    }
+  }
+};
+
+struct Int16 : Pairs {
+  using Acc = __m512i;
+  static FORCE Acc dot(Acc c, Vec a, Vec b) { return _mm512_dpwssd_epi32(c, a, b); }
+  static FORCE VF as_float(Acc a) { return _mm512_cvtepi32_ps(a); }
+  static FORCE void sum4(const Acc* a, float* out) {
+    Acc t0 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+    Acc t1 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+    Acc u = _mm512_add_epi32(_mm512_unpacklo_epi64(t0, t1), _mm512_unpackhi_epi64(t0, t1));
+    __m256i v = _mm256_add_epi32(_mm512_castsi512_si256(u), _mm512_extracti64x4_epi64(u, 1));
+    __m128i w = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    _mm_storeu_ps(out, _mm_cvtepi32_ps(w));
+  }
+  static float pack(const float* x, int n, void* out) {  // n a multiple of 16
+    VF top = VF{};
+    for (int i = 0; i < n; i += VL) top = vmax(top, (VF)_mm512_abs_ps(qkv::load<VF>(x + i)));
+    const float largest = hmax(top);
+    // a sum of n products with codes of up to 128 must stay below 2^31
+    const float range = n <= 512 ? 32767.f : float((1 << 24) / n - 1);
+    const float up = largest > 0 ? range / largest : 0.f;
+    for (int i = 0; i < n; i += VL)
+      store((char*)out + 2 * i, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(qkv::load<VF>(x + i) * up)));
+    return largest / range;
+  }
+};
+
+struct Bf16 : Pairs {
+  using Acc = __m512;
+  static FORCE Acc dot(Acc c, Vec a, Vec b) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+  static FORCE VF as_float(Acc a) { return a; }
+  static FORCE void sum4(const Acc* a, float* out) {
+    Acc t0 = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    Acc t1 = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    Acc u = _mm512_add_ps((Acc)_mm512_unpacklo_pd((__m512d)t0, (__m512d)t1), (Acc)_mm512_unpackhi_pd((__m512d)t0, (__m512d)t1));
+    __m256 v = _mm256_add_ps(_mm512_castps512_ps256(u), _mm512_extractf32x8_ps(u, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)));
+  }
+  static float pack(const float* x, int n, void* out) {
+    for (int i = 0; i < n; i += VL) store((char*)out + 2 * i, (__m256i)_mm512_cvtneps_pbh(qkv::load<VF>(x + i)));
+    return 1.f;
+  }
+};
+
+template <class E>
+struct WordReader {  // channels in order
+  using Engine = E;
+  static constexpr bool BYTE_LANES = false;
+};
+
+INLINE uint64_t lanes(int n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }  // n >= 1
+
+struct PairI8 : WordReader<Int16> {
+  static constexpr int BYTES = 1;
+  static FORCE void load(const char* row, int chunk, int D, __m512i* out) {
+    const uint64_t m = lanes(D - chunk * 64);
+    const char* p = row + chunk * 64;
+    out[0] = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8((__mmask32)m, p));
+    out[1] = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8((__mmask32)(m >> 32), p + 32));
+  }
+};
+
+struct PairBF16 : WordReader<Bf16> {
+  static constexpr int BYTES = 2;
+  static FORCE void load(const char* row, int chunk, int D, __m512i* out) {
+    const uint64_t m = lanes(D - chunk * 64);
+    const char* p = row + chunk * 128;
+    out[0] = _mm512_maskz_loadu_epi16((__mmask32)m, p);
+    out[1] = _mm512_maskz_loadu_epi16((__mmask32)(m >> 32), p + 64);
+  }
+};
+
+struct PairI4 : WordReader<Int16> {  // D a multiple of 64: every 32 channels are low nibbles or high nibbles
+  static FORCE void load(const char* row, int chunk, int D, __m512i* out) {
+    for (int u = 0; u < 2; u++) {
+      const int d = chunk * 64 + u * 32, half = D / 2;
+      __m256i x = qkv::load<__m256i>(row + (d < half ? d : d - half));
+      if (d >= half) x = _mm256_srli_epi16(x, 4);
+      x = _mm256_sub_epi8(_mm256_and_si256(x, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
+      out[u] = _mm512_cvtepi8_epi16(x);
+    }
+  }
+};
+
+// 8-bit floats are looked up, exactly, in two tables of 128 bytes; unpacking the bytes permutes channels within 128-bit lanes.
+struct Tables {
+  alignas(64) uint8_t low[128], high[128];
+  Tables(int mantissa, int bias) {
+    for (int i = 0; i < 128; i++) {
+      const int exponent = i >> mantissa, fraction = i & ((1 << mantissa) - 1);
+      const float value = exponent ? ldexpf(float(fraction + (1 << mantissa)), exponent - bias - mantissa)
+                                   : ldexpf(float(fraction), 1 - bias - mantissa);
+      low[i] = float_to_bits(value) >> 16;
+      high[i] = float_to_bits(value) >> 24;
+    }
+  }
+};
+
+template <int MANTISSA, int BIAS>
+struct PairFP8 {
+  using Engine = Bf16;
+  static constexpr bool BYTE_LANES = true;
+  static constexpr int BYTES = 1;
+  static FORCE void load(const char* row, int chunk, int D, __m512i* out) {
+    const __m512i x = _mm512_maskz_loadu_epi8(lanes(D - chunk * 64), row + chunk * 64);
+    const __m512i low = _mm512_permutex2var_epi8(qkv::load<__m512i>(tables.low), x, qkv::load<__m512i>(tables.low + 64));
+    __m512i high = _mm512_permutex2var_epi8(qkv::load<__m512i>(tables.high), x, qkv::load<__m512i>(tables.high + 64));
+    high = _mm512_ternarylogic_epi32(high, x, _mm512_set1_epi8(-128), 0xf8);  // high | (x & sign)
+    out[0] = _mm512_unpacklo_epi8(low, high);
+    out[1] = _mm512_unpackhi_epi8(low, high);
+  }
+  static const Tables tables;
+};
+template <int MANTISSA, int BIAS>
+const Tables PairFP8<MANTISSA, BIAS>::tables(MANTISSA, BIAS);
+
+using PairE4M3 = PairFP8<3, 7>;
+using PairE5M2 = PairFP8<2, 15>;
+
+#endif
+
+}  // namespace
+}  // namespace qkv

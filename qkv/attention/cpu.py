@@ -1,0 +1,130 @@
+"""The backend of fused C++ kernels for CPUs.
+
+Takes: Q, K, V of one layer. Gives: attention read from the pool. Does not know about: requests, scheduling, transformers.
+"""
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+from qkv.attention.base import BACKENDS, AttentionBackend, Reads
+from qkv.layout import AttentionMetadata, Codes, KVFormat, LayerShape
+from qkv_kernels import cpu
+from qkv_kernels.reference.append import append
+
+if TYPE_CHECKING:
+    from qkv.cache.store import HeadPlanes, KVStore
+    from qkv.policies.quantizer.base import Quantizer
+
+log = logging.getLogger(__name__)
+
+
+class _Part(NamedTuple):
+    """One head range of a layer, as the operator takes it."""
+
+    kv: slice
+    queries: slice
+    pool: "HeadPlanes"
+    planes: list[torch.Tensor]
+    formats: list[int]
+
+
+@BACKENDS.register("cpu")
+@dataclass
+class CpuBackend(AttentionBackend):
+    """Store and attend in one operator, on torch's threads. Compiled on first use; without a compiler it declines."""
+
+    fused: ClassVar[bool] = True
+
+    def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return f"the cpu kernels do not run on {device.type}"
+        if layer.Hq // layer.H > cpu.MAX_GROUP:
+            return f"the cpu kernels take at most {cpu.MAX_GROUP} query heads per kv head, not {layer.Hq // layer.H}"
+        return cpu.refusal(k, layer.Dk) or cpu.refusal(v, layer.Dv)
+
+    def declines(self, dtype: torch.dtype, reads: Reads, deterministic: bool) -> str | None:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"the cpu kernels do not compute in {dtype}"
+        if reads == "raw":
+            return "the cpu kernels read what is stored; attention.reads=raw needs the reference"
+        return _unavailable()
+
+    def bind(self, store: "KVStore", quantizer: "Quantizer", layers: list[LayerShape], reads: Reads, deterministic: bool) -> None:
+        if reason := self.declines(torch.float32, reads, deterministic):
+            raise RuntimeError(reason)
+        self._quantizer, self._layers, self._deterministic = quantizer, layers, deterministic
+        self._custom, self._isa = quantizer.encode_rule == "custom", cpu.instruction_set()
+        self._parts = [
+            [_part(p, s, la) for p, s in zip(store.planes(i), quantizer.statics(i), strict=True)] for i, la in enumerate(layers)
+        ]
+        for plane in {t.data_ptr(): t for i in range(len(layers)) for p in store.planes(i) for t in p.tensors}.values():
+            torch.ops.qkv_cpu.advise_huge(plane)
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        meta: AttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        shape = self._layers[layer]
+        outs = []
+        for i, part in enumerate(self._parts[layer]):
+            part_k, part_v = k[:, part.kv], v[:, part.kv]
+            if self._custom:
+                _scatter(part.pool, "k", self._quantizer.encode_k(part_k, layer, i), meta.slots)
+                _scatter(part.pool, "v", self._quantizer.encode_v(part_v, layer, i), meta.slots)
+            out = cpu.attend(
+                q[:, part.queries],
+                part_k,
+                part_v,
+                part.planes,
+                meta.block_table,
+                meta.query_start,
+                meta.slots,
+                meta.positions,
+                None if sinks is None else sinks[part.queries],
+                part.formats,
+                shape.scaling,
+                shape.window,
+                shape.softcap,
+                store=not self._custom,
+                deterministic=self._deterministic,
+                isa=self._isa,
+            )
+            outs.append(out)
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+
+def _part(p: "HeadPlanes", statics: object, layer: LayerShape) -> _Part:
+    G, heads = layer.Hq // layer.H, p.heads
+    k_scale, k_zero, v_scale, v_zero = statics  # type: ignore[misc]
+    planes = cpu.expand(p.k_format, p.k_codes, p.k_scale, p.k_zero, k_scale, k_zero, layer.Dk)
+    planes += cpu.expand(p.v_format, p.v_codes, p.v_scale, p.v_zero, v_scale, v_zero, layer.Dv)
+    formats = cpu.format_numbers(p.k_format) + cpu.format_numbers(p.v_format)
+    return _Part(slice(heads.start, heads.stop), slice(heads.start * G, heads.stop * G), p, planes, formats)
+
+
+def _scatter(pool: "HeadPlanes", side: str, codes: Codes, slots: torch.Tensor) -> None:
+    for name, rows in zip(("codes", "scale", "zero"), codes, strict=True):
+        plane = getattr(pool, f"{side}_{name}")
+        if plane is not None and rows is not None:
+            append(plane, rows, slots)
+
+
+@lru_cache
+def _unavailable() -> str | None:
+    """Builds and loads the kernels; the reason if that fails, with one warning."""
+    try:
+        cpu.load()
+    except (cpu.BuildError, OSError) as error:
+        reason = f"the cpu kernels cannot be built: {error}"
+        log.warning("%s; attention runs on the reference backend, which is slow", reason)
+        return reason
+    return None
