@@ -166,9 +166,13 @@ void decode(const Call& c, const Unit& u) {
   Tile *now = tiles, *then = tiles + 1;
   int start = u.first / TILE * TILE;
   now->find(c, u.request, start, u.first, u.last);
+  prefetch_scales(K, *now, u.h0, u.h1), prefetch_scales(V, *now, u.h0, u.h1);
   for (; start < u.last; start += TILE) {
     const bool more = start + TILE < u.last;
-    if (more) then->find(c, u.request, start + TILE, u.first, u.last);
+    if (more) {
+      then->find(c, u.request, start + TILE, u.first, u.last);
+      prefetch_scales(K, *then, u.h0, u.h1), prefetch_scales(V, *then, u.h0, u.h1);
+    }
     const Tile& tile = *now;
     for (int h = u.h0; h < u.h1; h++) {
       KeyScales s{};
@@ -181,14 +185,16 @@ void decode(const Call& c, const Unit& u) {
       if (plan.v_rows) dequantize(V, tile.v, tile, h, v_rows, v_stride, v_to);
       const int i = (h - u.h0) * c.G;
       float factor[MAX_GROUP], fade[MAX_GROUP];
-      plan.key.score(plan.k_rows ? k_to : tile.k, more && !plan.k_rows ? then->k : nullptr, plan.k_rows ? 0 : h * K.head, K.row_bytes(),
-                     q + i * q_bytes, c.G, K.D, tile.t0 & ~3, (tile.t1 + 3) & ~3, x);
+      const Ahead values{tile.v, h * V.head, plan.v_rows ? 0 : V.row_bytes()};
+      plan.key.score(plan.k_rows ? k_to : tile.k, values, plan.k_rows ? 0 : h * K.head,                      q + i * q_bytes, c.G, K.D, tile.t0 & ~3, (tile.t1 + 3) & ~3, x);
       for (int g = 0; g < c.G; g++) {
         fade[g] = weigh(c, s, tile.t0, tile.t1, query[i + g], x + g * TILE);
         factor[g] = plan.value.pack(x + g * TILE, TILE, packed + g * TILE * plan.value.bytes);
       }
-      plan.value.accumulate(plan.v_rows ? v_to : tile.v, more && !plan.v_rows ? then->v : nullptr, plan.v_rows ? 0 : h * V.head,
-                            V.row_bytes(), packed, c.G, V.D, tile.t0 & ~1, (tile.t1 + 1) & ~1, factor, fade, acc + i * floats);
+      const bool last = h + 1 == u.h1;
+      const Ahead keys{last ? then->k : tile.k, (last ? u.h0 : h + 1) * K.head, (last && !more) ? 0 : K.row_bytes()};
+      plan.value.accumulate(plan.v_rows ? v_to : tile.v, keys, plan.v_rows ? 0 : h * V.head,
+                            packed, c.G, V.D, tile.t0 & ~1, (tile.t1 + 1) & ~1, factor, fade, acc + i * floats);
     }
     Tile* t = now;
     now = then, then = t;

@@ -50,6 +50,17 @@ INLINE void token_scales(const Plane& p, const char* plane, const Tile& tile, in
   }
 }
 
+// The token scales of the tile's pages into cache, for kv heads [h0, h1).
+INLINE void prefetch_scales(const Plane& p, const Tile& tile, int h0, int h1) {
+  for (int r = 0; p.scales && r < tile.count; r++) {
+    const int64_t at = tile.runs[r].block * p.s_block + h0 * p.s_head + tile.runs[r].offset * p.s_token;
+    for (int64_t i = 0; i < (h1 - h0) * p.s_head; i += 64) {
+      __builtin_prefetch(p.scales + at + i, 0, 3);
+      if (p.zeros) __builtin_prefetch(p.zeros + at + i, 0, 3);
+    }
+  }
+}
+
 INLINE float code_at(const Plane& p, const char* row, int d) {
   if (p.code == Code::I4) {
     const int half = p.D / 2;

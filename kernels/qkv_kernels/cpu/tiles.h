@@ -1,8 +1,8 @@
 // The two products of attention on one tile of keys, for any reader: scores (q . k) and output (p . v).
 //
 // Rows are given by pointers, one per key of the tile, so that a tile may lie on any pages; `at` is added to each
-// (the offset of the kv head). `next` are rows of the tile that follows: prefetched a little at a time, in step with
-// the work on this one, because scattered pages cost latency and not bandwidth.
+// (the offset of the kv head). `ahead` are the rows that are needed next: prefetched a little at a time, in step with the
+// work on this one, because scattered pages cost latency and not bandwidth.
 #pragma once
 #include "readers.h"
 
@@ -11,9 +11,16 @@ namespace {
 
 using RowPointers = const char* const*;
 
-INLINE void prefetch(const char* p, int bytes) {
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
-}
+// Rows to prefetch: those that the next product on this thread reads.
+struct Ahead {
+  RowPointers rows;
+  int64_t at;
+  int bytes;
+  FORCE void step(int t, int n) const {  // rows t to t + n
+    for (int i = t; i < t + n; i++)
+      for (int j = 0; j < bytes; j += 64) __builtin_prefetch(rows[i] + at + j, 0, 3);
+  }
+};
 
 template <class E>
 INLINE int chunks(int D) { return (D + E::CHUNK - 1) / E::CHUNK; }
@@ -35,13 +42,12 @@ float prepare(const float* q, int D, char* out) {
 }
 
 template <class R, int N>
-void score_n(RowPointers rows, RowPointers next, int64_t at, int row_bytes, const char* q, int D, int t0, int t1, float* out) {
+void score_n(RowPointers rows, Ahead ahead, int64_t at, const char* q, int D, int t0, int t1, float* out) {
   using E = typename R::Engine;
   const int count = chunks<E>(D), q_bytes = count * E::CHUNK * E::BYTES;
   for (int t = t0; t < t1; t += 4) {
     typename E::Acc acc[N][4] = {};
-    if (next)
-      for (int i = 0; i < 4; i++) prefetch(next[t + i] + at, row_bytes);
+    ahead.step(t, 4);
     for (int c = 0; c < count; c++) {
       const char* part = q + c * E::CHUNK * E::BYTES;
 #pragma GCC unroll 4
@@ -62,25 +68,24 @@ void score_n(RowPointers rows, RowPointers next, int64_t at, int row_bytes, cons
 
 // Dots of n prepared queries with keys t0 to t1 (multiples of 4) of the tile: out [n, TILE].
 template <class R>
-void score(RowPointers rows, RowPointers next, int64_t at, int row_bytes, const char* q, int n, int D, int t0, int t1, float* out) {
+void score(RowPointers rows, Ahead ahead, int64_t at, const char* q, int n, int D, int t0, int t1, float* out) {
   using E = typename R::Engine;
   const int q_bytes = chunks<E>(D) * E::CHUNK * E::BYTES;
-  for (int g = 0; g < n; g += 4, next = nullptr) {
+  for (int g = 0; g < n; g += 4, ahead.bytes = 0) {
     const auto kernel = n - g >= 4 ? score_n<R, 4> : n - g == 3 ? score_n<R, 3> : n - g == 2 ? score_n<R, 2> : score_n<R, 1>;
-    kernel(rows, next, at, row_bytes, q + g * q_bytes, D, t0, t1, out + g * TILE);
+    kernel(rows, ahead, at, q + g * q_bytes, D, t0, t1, out + g * TILE);
   }
 }
 
 template <class R, int N>
-void accumulate_n(RowPointers rows, RowPointers next, int64_t at, int row_bytes, const char* p, int D, int t0, int t1,
+void accumulate_n(RowPointers rows, Ahead ahead, int64_t at, const char* p, int D, int t0, int t1,
                   const float* factor, const float* fade, float* out, int64_t out_stride) {
   using E = typename R::Engine;
-  for (int c = 0; c < chunks<E>(D); c++, next = nullptr) {
+  for (int c = 0; c < chunks<E>(D); c++) {
     typename E::Acc acc[N][4] = {};
     for (int t = t0; t < t1; t += E::STEP) {
       typename E::Vec value[4];
-      if (next)
-        for (int i = 0; i < E::STEP; i++) prefetch(next[t + i] + at, row_bytes);
+      if (c == 0) ahead.step(t, E::STEP);
       E::template values<R>(rows + t, at, c, D, value);
 #pragma GCC unroll 4
       for (int g = 0; g < N; g++) {
@@ -100,14 +105,14 @@ void accumulate_n(RowPointers rows, RowPointers next, int64_t at, int row_bytes,
 // out[g] = out[g] * fade[g] + factor[g] * (p[g] . v), n queries, keys t0 to t1 (even) of the tile. p [n, TILE] packed by the
 // engine; out [n][chunks * 4 * VL] in the order of accumulators, see unpermute().
 template <class R>
-void accumulate(RowPointers rows, RowPointers next, int64_t at, int row_bytes, const char* p, int n, int D, int t0, int t1,
+void accumulate(RowPointers rows, Ahead ahead, int64_t at, const char* p, int n, int D, int t0, int t1,
                 const float* factor, const float* fade, float* out) {
   using E = typename R::Engine;
   const int64_t stride = chunks<E>(D) * 4 * VL;
-  for (int g = 0; g < n; g += 4, next = nullptr) {
+  for (int g = 0; g < n; g += 4, ahead.bytes = 0) {
     const auto kernel =
         n - g >= 4 ? accumulate_n<R, 4> : n - g == 3 ? accumulate_n<R, 3> : n - g == 2 ? accumulate_n<R, 2> : accumulate_n<R, 1>;
-    kernel(rows, next, at, row_bytes, p + g * TILE * E::BYTES, D, t0, t1, factor + g, fade + g, out + g * stride, stride);
+    kernel(rows, ahead, at, p + g * TILE * E::BYTES, D, t0, t1, factor + g, fade + g, out + g * stride, stride);
   }
 }
 
@@ -127,13 +132,13 @@ void unpermute(const float* acc, int D, float* out) {
 struct KeyOps {
   int (*bytes)(int D);  // of a prepared query
   float (*prepare)(const float*, int, char*);
-  void (*score)(RowPointers, RowPointers, int64_t, int, const char*, int, int, int, int, float*);
+  void (*score)(RowPointers, Ahead, int64_t, const char*, int, int, int, int, float*);
 };
 struct ValueOps {
   int (*floats)(int D);  // of one query's accumulators
   float (*pack)(const float*, int, void*);
   int bytes;  // of a packed weight
-  void (*accumulate)(RowPointers, RowPointers, int64_t, int, const char*, int, int, int, int, const float*, const float*, float*);
+  void (*accumulate)(RowPointers, Ahead, int64_t, const char*, int, int, int, int, const float*, const float*, float*);
   void (*unpermute)(const float*, int, float*);
 };
 
