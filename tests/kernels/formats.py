@@ -46,12 +46,15 @@ def variants() -> dict[str, KVFormat]:
     for name, storage in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
         for scale in ("tensor", "head", "channel", "token"):
             out[f"{name}-{scale}"] = KVFormat(8, storage, scale, torch.float16 if scale == "token" else torch.float32)
-    for name, bits, storage in (("int8", 8, torch.int8), ("int4", 4, torch.uint8)):
+    codes = (("int8", 8, torch.int8), ("int4", 4, torch.uint8), ("int3", 3, torch.uint8), ("int2", 2, torch.uint8))
+    for name, bits, storage in codes:
         for scale in ("tensor", "head", "channel", "token", "token_group"):
-            for zero in ("none", "code", "float"):
+            for zero in ("none", "code", "float") if bits > 3 else ("float",):
                 dtype = torch.float32 if scale in STATIC_SCALES else torch.float16
                 group = 8 if scale == "token_group" else None
                 out[f"{name}-{scale}-{zero}"] = KVFormat(bits, storage, scale, dtype, zero, group)
+                if scale != "channel" and zero != "code":
+                    out[f"{name}-{scale}-{zero}-rotated"] = dataclasses.replace(out[f"{name}-{scale}-{zero}"], rotate=True)
     out["int8-token-wide"] = dataclasses.replace(out["int8-token-float"], scale_dtype=torch.float32)
     return out
 

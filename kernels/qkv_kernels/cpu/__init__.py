@@ -13,6 +13,7 @@ import torch
 
 from qkv_kernels.cpu.build import BuildError, library
 from qkv_kernels.format import STATIC_SCALES, KVFormat
+from qkv_kernels.reference.packing import multiple_of
 
 __all__ = ["BuildError", "attend", "expand", "format_numbers", "instruction_set", "load", "refusal"]
 
@@ -45,28 +46,29 @@ def instruction_set() -> str:
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
     """None if the kernels read and write this format at head dim D, else the reason."""
-    if fmt.unit != "token" or fmt.rotate or fmt.scale not in _SCALES:
-        return "the cpu kernels store single tokens, unrotated"
+    if fmt.unit != "token" or fmt.scale not in _SCALES:
+        return f"the cpu kernels encode single tokens, not {fmt.unit}s"
     if fmt.raw:
         known = fmt.storage in (torch.float32, torch.bfloat16, torch.float16)
         return None if known else f"the cpu kernels have no raw {fmt.storage}"
     known = (fmt.bits, fmt.storage) in (
         *((8, d) for d in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)),
-        (4, torch.uint8),
+        *((bits, torch.uint8) for bits in (4, 3, 2)),
     )
     if not known:
         return f"the cpu kernels have no {fmt.bits}-bit codes in {fmt.storage}"
     if fmt.storage.is_floating_point and (fmt.zero != "none" or fmt.scale == "token_group"):
         return "the cpu kernels have no zero points or group scales for fp8"
-    if fmt.bits == 4 and D % 2:
-        return f"4-bit codes need an even head dim, not {D}"
+    if fmt.bits < 8 and D % multiple_of(fmt.bits):
+        return f"{fmt.bits}-bit codes need a head dim that is a multiple of {multiple_of(fmt.bits)}, not {D}"
     if fmt.group is not None and D % fmt.group:
         return f"head dim {D} is not a multiple of the scale group {fmt.group}"
     return None if fmt.scale_dtype in (torch.float16, torch.float32) else f"the cpu kernels have no {fmt.scale_dtype} scales"
 
 
 def format_numbers(fmt: KVFormat) -> list[int]:
-    return [_SCALES.index(fmt.scale), _ZEROS.index(fmt.zero), fmt.group or 0]
+    """What the tensors of a plane do not tell: scale, zero (numbers as in args.h), group, bits, rotation."""
+    return [_SCALES.index(fmt.scale), _ZEROS.index(fmt.zero), fmt.group or 0, fmt.bits, int(fmt.rotate)]
 
 
 def expand(
@@ -78,7 +80,7 @@ def expand(
     static_zero: torch.Tensor | None,
     D: int,
 ) -> list[torch.Tensor]:
-    """Planes and statics of K or V as the operator takes them: codes, scale, zero, head scale [H], channel scale and zero [H, D]."""
+    """K or V as the operator takes it: codes, scale, zero of the pool; static scale [H], static scale [H, D] and zero [H, D]."""
     H = codes.shape[1]
     head = channel = fixed_zero = None
     if fmt.scale in STATIC_SCALES and static_scale is not None:

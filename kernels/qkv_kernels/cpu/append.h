@@ -74,6 +74,16 @@ INLINE VI to_fp8(VF x) {
   return sign | ((is_small & small) | (~is_small & normal));
 }
 
+// Bits [shift, shift + width) of codes q [D] -> one plane of reference/packing.py.
+INLINE void pack_plane(const int32_t* q, int D, int shift, int width, char* out) {
+  const int run = D * width / 8;
+  for (int j = 0; j < run; j++) {
+    int byte = 0;
+    for (int i = 0; i < 8 / width; i++) byte |= (q[j + i * run] >> shift & ((1 << width) - 1)) << (i * width);
+    out[j] = char(byte);
+  }
+}
+
 // One row x [D] (padded to a multiple of VL) -> codes.
 INLINE void write_codes(const Plane& p, const float* x, char* out) {
   const int D = p.D;
@@ -97,13 +107,17 @@ INLINE void write_codes(const Plane& p, const float* x, char* out) {
     else if (p.code == Code::E5M2)
       i = to_fp8<2, 15>(clampv(v, -57344.f, 57344.f));
     else {
-      const float high = p.code == Code::I4 ? 7.f : 127.f, low = p.zero == NO_ZERO ? -high : -high - 1;
+      const float high = float((1 << (p.bits() - 1)) - 1), low = p.zero == NO_ZERO ? -high : -high - 1;
       i = (VI)(clampv(v, low, high) + magic) - (VI)splat(magic);
     }
     store(q + d, i);
   }
-  if (p.code == Code::I4)
-    for (int d = 0; d < D / 2; d++) out[d] = char((q[d] + 8) | (q[d + D / 2] + 8) << 4);
+  if (p.code >= Code::I4) {
+    const int bits = p.bits();
+    for (int d = 0; d < D; d++) q[d] += 1 << (bits - 1);
+    pack_plane(q, D, 0, bits == 3 ? 2 : bits, out);
+    if (bits == 3) pack_plane(q, D, 2, 1, out + D / 4);
+  }
   else
     for (int d = 0; d < D; d++) out[d] = char(q[d]);
 }
@@ -111,9 +125,13 @@ INLINE void write_codes(const Plane& p, const float* x, char* out) {
 // Row x [D] of kv head h -> its slot. x is overwritten.
 void encode(const Plane& p, float* x, int h, int64_t slot, int B) {
   const int D = p.D;
+  if (p.rotate) {
+    for (int d = 0; d < D; d++) x[d] = x[d] < -0x1p100f ? -0x1p100f : x[d] > 0x1p100f ? 0x1p100f : x[d];
+    hadamard(x, D);
+  }
   char* out = p.codes + slot / B * p.block + h * p.head + slot % B * p.token;
   if (p.scale == TOKEN || p.scale == GROUP) {
-    const float qmax = p.code == Code::I4 ? 7.f : p.code == Code::I8 ? 127.f : p.code == Code::E4M3 ? 448.f : 57344.f;
+    const float qmax = p.code == Code::E4M3 ? 448.f : p.code == Code::E5M2 ? 57344.f : float((1 << (p.bits() - 1)) - 1);
     const float qmin = p.zero == NO_ZERO ? -qmax : -qmax - 1;
     const int n = p.scale == GROUP ? p.group : D, size = p.half_scale ? 2 : 4;
     const int64_t at = slot / B * p.s_block + h * p.s_head + slot % B * p.s_token;

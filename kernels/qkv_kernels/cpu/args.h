@@ -6,7 +6,7 @@
 
 namespace qkv {
 
-enum Code : int64_t { F32, BF16, F16, E4M3, E5M2, I8, I4 };                  // of a pool's codes; the first three also of q, k, v
+enum Code : int64_t { F32, BF16, F16, E4M3, E5M2, I8, I4, I3, I2 };          // of a pool's codes; the first three also of q, k, v
 enum Scale : int64_t { UNSCALED, TENSOR, HEAD, CHANNEL, TOKEN, GROUP };      // who shares a scale; the last two are in the pool
 enum Zero : int64_t { NO_ZERO, CODE_ZERO, FLOAT_ZERO };                      // (code - zero) * scale | code * scale + zero
 
@@ -19,6 +19,7 @@ struct Plane {  // K or V in the pool. Strides in bytes.
   Scale scale;
   Zero zero;
   bool half_scale;  // scales and zeros in the pool are float16, else float32
+  bool rotate;      // codes are of rotated rows: see reference/hadamard.py
   int group, D;
   char* codes;
   int64_t block, head, token;
@@ -27,7 +28,8 @@ struct Plane {  // K or V in the pool. Strides in bytes.
   const float *head_scale, *channel_scale, *static_zero;  // [H], [H, D], [H, D], or null
 
   int element() const { return code == F32 ? 4 : code == BF16 || code == F16 ? 2 : 1; }
-  int row_bytes() const { return code == I4 ? D / 2 : D * element(); }
+  int bits() const { return code >= I4 ? 4 - int(code - I4) : 8 * element(); }
+  int row_bytes() const { return D * bits() / 8; }
 };
 
 struct Rows {  // [T, heads, D] of the model, innermost stride 1. Strides in bytes.

@@ -99,4 +99,3 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
         raise BuildError(f"{shlex.join(command[:1])} failed: " + "\n".join(lines[:20]))
-

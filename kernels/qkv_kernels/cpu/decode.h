@@ -54,6 +54,19 @@ INLINE void store_row(const Rows& rows, Code dtype, int64_t row, int head, int D
   }
 }
 
+// Blocks of the largest power of two dividing D, as reference/hadamard.py does it, operation by operation.
+INLINE void hadamard(float* x, int D) {
+  const int n = D & -D;
+  for (int step = 1; step < n; step *= 2)
+    for (int d = 0; d < D; d += 2 * step)
+      for (int i = d; i < d + step; i++) {
+        const float a = x[i], b = x[i + step];
+        x[i] = a + b, x[i + step] = a - b;
+      }
+  const float scale = float(1 / std::sqrt(double(n)));
+  for (int d = 0; d < D; d++) x[d] *= scale;
+}
+
 struct Query {     // one query head of the unit
   float factor;    // of score()'s dots: what prepare() left out
   float bias;      // from static zero points of K
@@ -159,6 +172,7 @@ void decode(const Call& c, const Unit& u) {
   memset(acc, 0, size_t(n) * floats * 4);
   for (int i = 0; i < n; i++) {
     load_row(c.q, c.dtype, u.row, u.h0 * c.G + i, K.D, one);
+    if (K.rotate) hadamard(one, K.D);  // (R q) . (R k) = q . k, so keys are never rotated back
     fold(K, u.h0 + i / c.G, one, query[i]);
     query[i].factor *= plan.key.prepare(one, K.D, q + i * q_bytes);
   }
@@ -224,6 +238,7 @@ void merge(const Call& c, int row, int h, const float* const* parts, int64_t cou
     }
     if (c.sinks) total += exp2v(splat(sink - best))[0];
     for (int d = 0; d < D; d++) out[d] /= total;
+    if (c.V.rotate) hadamard(out, D);
     store_row(c.out, c.dtype, row, h * c.G + g, D, out);
   }
 }

@@ -38,7 +38,7 @@ std::string best_isa() {
   return "portable";
 }
 
-Code code_of(at::ScalarType type) {
+Code code_of(at::ScalarType type, int64_t bits = 4) {
   switch (type) {
     case at::kFloat: return F32;
     case at::kBFloat16: return BF16;
@@ -46,7 +46,7 @@ Code code_of(at::ScalarType type) {
     case at::kFloat8_e4m3fn: return E4M3;
     case at::kFloat8_e5m2: return E5M2;
     case at::kChar: return I8;
-    case at::kByte: return I4;
+    case at::kByte: return Code(I4 + 4 - bits);
     default: TORCH_CHECK(false, "the cpu kernels have no dtype ", type);
   }
 }
@@ -66,8 +66,8 @@ Plane plane_of(const Tensor* planes, at::IntArrayRef format, int D) {
   const Tensor &codes = planes[0], &scale = planes[1], &zero = planes[2];
   TORCH_CHECK(codes.dim() == 4 && codes.stride(3) == 1, "codes must be [N, H, B, Dp] with unit stride of Dp");
   Plane p{};
-  p.code = code_of(codes.scalar_type());
-  p.scale = Scale(format[0]), p.zero = Zero(format[1]), p.group = int(format[2]), p.D = D;
+  p.code = code_of(codes.scalar_type(), format[3]);
+  p.scale = Scale(format[0]), p.zero = Zero(format[1]), p.group = int(format[2]), p.rotate = format[4], p.D = D;
   TORCH_CHECK(codes.size(3) * codes.element_size() == p.row_bytes(), "codes of ", codes.size(3), " elements for head dim ", D);
   p.codes = (char*)codes.data_ptr();
   p.block = codes.stride(0) * codes.element_size();
@@ -150,7 +150,7 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList 
               at::IntArrayRef formats, double scaling, int64_t window, double softcap, bool store, bool deterministic,
               c10::string_view isa_name) {
   const Kernels* isa = kernels(std::string(isa_name));
-  TORCH_CHECK(planes.size() == 12 && formats.size() == 6, "attend wants 12 planes and 6 format numbers");
+  TORCH_CHECK(planes.size() == 12 && formats.size() == 10, "attend wants 12 planes and 10 format numbers");
   Call c{};
   c.dtype = code_of(q.scalar_type());
   TORCH_CHECK(c.dtype <= F16, "attend computes in float32, bfloat16 and float16, not ", q.scalar_type());
@@ -159,8 +159,8 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList 
   TORCH_CHECK(c.H > 0 && q.size(1) % c.H == 0, q.size(1), " query heads on ", c.H, " kv heads");
   c.G = int(q.size(1)) / c.H;
   TORCH_CHECK(c.G <= MAX_GROUP, c.G, " query heads per kv head; at most ", MAX_GROUP);
-  c.K = plane_of(planes.data(), formats.slice(0, 3), int(q.size(2)));
-  c.V = plane_of(planes.data() + 6, formats.slice(3, 3), int(v.size(2)));
+  c.K = plane_of(planes.data(), formats.slice(0, 5), int(q.size(2)));
+  c.V = plane_of(planes.data() + 6, formats.slice(5, 5), int(v.size(2)));
   Tensor out = at::empty({c.T, q.size(1), c.V.D}, q.options());
   c.q = rows_of(q), c.k = rows_of(k), c.v = rows_of(v), c.out = rows_of(out);
   TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "q, k and v must have one dtype");

@@ -61,12 +61,18 @@ INLINE void prefetch_scales(const Plane& p, const Tile& tile, int h0, int h1) {
   }
 }
 
+// Channel d of a packed row as a signed code; the layout is reference/packing.py's.
+INLINE int plane_bits(const char* plane, int D, int width, int d) {
+  const int run = D * width / 8;
+  return (uint8_t)plane[d % run] >> (d / run * width) & ((1 << width) - 1);
+}
 INLINE float code_at(const Plane& p, const char* row, int d) {
-  if (p.code == Code::I4) {
-    const int half = p.D / 2;
-    return float(((uint8_t)row[d < half ? d : d - half] >> (d < half ? 0 : 4) & 15) - 8);
+  switch (p.code) {
+    case Code::I4: return float(plane_bits(row, p.D, 4, d) - 8);
+    case Code::I3: return float((plane_bits(row, p.D, 2, d) | plane_bits(row + p.D / 4, p.D, 1, d) << 2) - 4);
+    case Code::I2: return float(plane_bits(row, p.D, 2, d) - 2);
+    default: return float(((const int8_t*)row)[d]);
   }
-  return float(((const int8_t*)row)[d]);
 }
 
 // Rows of kv head h with their group scales applied (token scales are not): out rows of `stride` floats, pointers [TILE].
