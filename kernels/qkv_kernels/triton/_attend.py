@@ -3,13 +3,14 @@
 With rows i (query token and head), keys j, channels c, and log2(e) folded into the scaling:
 
     score[i, j] = factor[i] * kscale[j] * (q'[i] . code[j]) + bias[i]      q'[c] = q[c] * static_scale[c] / factor[i]
-    weight      = 2^(score[i, j] + log2 vscale[j] - top[i])                 in (0, 1]: fits float16 whatever the scales are
-    total[i]    = sum_j weight / vscale[j]                                  the softmax denominator, without the V scale
-    offset[i]   = sum_j weight * vzero[j] / vscale[j]                       the V zero points, one number for all channels
-    acc[i, c]   = sum_j weight * code[j, c]
+    vscale[j]   = m[j] * 2^e[j], m in [1, 2)
+    w[i, j]     = 2^(score[i, j] + e[j] - top[i])                           in (0, 1]
+    total[i]    = sum_j w * 2^-e[j]                                         the softmax denominator, without the V scale
+    offset[i]   = sum_j w * 2^-e[j] * vzero[j]                              the V zero points, one number for all channels
+    acc[i, c]   = sum_j (w * m[j]) * code[j, c]
 
-The V scale joins the exponent so that numerators never leave float16's range, at no cost per element; the online maximum is
-then taken over score + log2 vscale. Online softmax: Milakov and Gimelshein 2018; split: Flash-Decoding, Dao et al. 2023.
+The exponent of the V scale joins that of the softmax, so numerators stay in float16's range whatever the scales are, and the
+online maximum is taken over score + e. Online softmax: Milakov and Gimelshein 2018; split: Flash-Decoding, Dao et al. 2023.
 """
 
 import triton
@@ -89,10 +90,10 @@ def scan(
             if V.zero != "none":
                 v_zero_row = page * V.zeros[0] + (head * V.zeros[1] + within * V.zeros[2])
 
-        k = values(k_stored, k_scale, k_zero, k_scale_row, k_zero_row, keep, 0, K, P.mat_k, MASKED)
+        k = values(k_stored, k_scale, k_zero, k_scale_row, k_zero_row, keep, 0, K, P.mat_k, True, MASKED)
         score = tl.dot(q_low, tl.trans(k), input_precision="ieee")
         if K.streams == 2:
-            k = values(k_stored, k_scale, k_zero, k_scale_row, k_zero_row, keep, 1, K, P.mat_k, MASKED)
+            k = values(k_stored, k_scale, k_zero, k_scale_row, k_zero_row, keep, 1, K, P.mat_k, True, MASKED)
             score = tl.dot(q_high, tl.trans(k), score, input_precision="ieee")
         if K.scale == "token":
             s = load_keys(k_scale, k_scale_row, keep, 1.0, MASKED)
@@ -115,28 +116,32 @@ def scan(
 
         if V.scale == "token":
             s = load_keys(v_scale, v_scale_row, keep, 1.0, MASKED)
-            score += tl.log2(s)[None, :]
+            bits = s.to(tl.int32, bitcast=True)
+            score += ((bits >> 23) - 127).to(tl.float32)[None, :]
         higher = tl.maximum(top, tl.max(score, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
+        base = higher
+        if MASKED:
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
         fade = tl.exp2(top - base)
         weight = tl.exp2(score - base[:, None])
         if V.scale == "token":
-            share = 1.0 / s
+            share = ((254 << 23) - (bits & 0x7F800000)).to(tl.float32, bitcast=True)  # 2^-exponent
             total = total * fade + tl.sum(weight * share[None, :], 1)
             if V.zero == "float":
                 z = load_keys(v_zero, v_zero_row, keep, 0.0, MASKED)
                 offset = offset * fade + tl.sum(weight * (z * share)[None, :], 1)
-            elif V.zero == "code":
+            weight *= (s * share)[None, :]
+            if V.zero == "code":
                 z = load_keys(v_zero, v_zero_row, keep, 0.0, MASKED)
                 offset = offset * fade - tl.sum(weight * z[None, :], 1)
         else:
             total = total * fade + tl.sum(weight, 1)
         top = higher
         weight = weight.to(P.mat_v)
-        v = values(v_stored, v_scale, v_zero, v_scale_row, v_zero_row, keep, 0, V, P.mat_v, MASKED)
+        v = values(v_stored, v_scale, v_zero, v_scale_row, v_zero_row, keep, 0, V, P.mat_v, False, MASKED)
         acc_low = tl.dot(weight, v, acc_low * fade[:, None], input_precision="ieee")
         if V.streams == 2:
-            v = values(v_stored, v_scale, v_zero, v_scale_row, v_zero_row, keep, 1, V, P.mat_v, MASKED)
+            v = values(v_stored, v_scale, v_zero, v_scale_row, v_zero_row, keep, 1, V, P.mat_v, False, MASKED)
             acc_high = tl.dot(weight, v, acc_high * fade[:, None], input_precision="ieee")
     return acc_low, acc_high, top, total, offset
 

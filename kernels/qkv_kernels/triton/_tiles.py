@@ -1,7 +1,7 @@
 """Device functions that know formats: addressing pages, widening codes, placing scales, encoding.
 
-A tile is [keys, lanes]: `lanes` channels of one stream (see spec.Side). Everything here is plain Triton without inline
-assembly, so that the interpreter runs the same code.
+A tile is [keys, lanes]: `lanes` channels of one stream (see spec.Side). What uses inline assembly has a plain twin, which the
+interpreter runs.
 """
 
 import triton
@@ -48,24 +48,83 @@ def load_static(base, head, stream, otherwise, STRIDES: tl.constexpr, S: tl.cons
 
 
 @triton.jit
-def widen(codes, stream: tl.constexpr, S: tl.constexpr, MAT: tl.constexpr):
+def widen(codes, stream: tl.constexpr, S: tl.constexpr, MAT: tl.constexpr, PURE: tl.constexpr):
     """Codes of one stream as numbers of type MAT, in units of S.code_unit. Exact."""
-    if S.kind == "raw" or S.kind == "int8":
-        x = codes.to(MAT)
+    if S.kind == "raw":
+        x = codes
+    elif S.convert == "plain":
+        x = widen_plain(codes, stream, S)
+    else:
+        x = widen_packed(codes, stream, S, PURE)
+    return x.to(MAT)
+
+
+@triton.jit
+def widen_plain(codes, stream: tl.constexpr, S: tl.constexpr):
+    """For the interpreter and for AMD."""
+    if S.kind == "int8":
+        x = codes.to(tl.float16)
     elif S.kind == "int4":
         if stream == 0:
             nibble = codes & 15
         else:
             nibble = codes >> 4
-        x = nibble.to(MAT) - 8.0
-        x = x.to(MAT)
+        x = nibble.to(tl.float16) - 8.0
     else:
         bits = codes.to(tl.uint16)
         if S.kind == "e5m2":  # the upper half of a float16
             half = bits << 8
         else:  # one exponent bit less: the same number with the exponent bias of float16, times 2^-8
             half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        x = half.to(tl.float16, bitcast=True).to(MAT)
+        x = half.to(tl.float16, bitcast=True)
+    return x
+
+
+@triton.jit
+def widen_packed(codes, stream: tl.constexpr, S: tl.constexpr, PURE: tl.constexpr):
+    """The same for NVIDIA: four codes of a register at a time, without conversion instructions where bytes can be placed.
+
+    A byte u placed below 0x64 is the float16 1024 + u, so integers take one byte permutation and one subtraction per two codes.
+    """
+    if S.kind == "int8":  # u = code + 128
+        x = tl.inline_asm_elementwise(
+            """{ .reg .b32 u, m; mov.b32 m, 0x64806480; xor.b32 u, $2, 0x80808080;
+            prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342;
+            sub.rn.f16x2 $0, $0, m; sub.rn.f16x2 $1, $1, m; }""",
+            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4,
+        )  # fmt: skip
+    elif S.kind == "int4" and stream == 0:  # u = code + 8
+        x = tl.inline_asm_elementwise(
+            """{ .reg .b32 u, m; mov.b32 m, 0x64086408; and.b32 u, $2, 0x0f0f0f0f;
+            prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342;
+            sub.rn.f16x2 $0, $0, m; sub.rn.f16x2 $1, $1, m; }""",
+            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4,
+        )  # fmt: skip
+    elif S.kind == "int4":
+        x = tl.inline_asm_elementwise(
+            """{ .reg .b32 u, m; mov.b32 m, 0x64086408; shr.u32 u, $2, 4; and.b32 u, u, 0x0f0f0f0f;
+            prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342;
+            sub.rn.f16x2 $0, $0, m; sub.rn.f16x2 $1, $1, m; }""",
+            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4,
+        )  # fmt: skip
+    elif S.kind == "e5m2":
+        x = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
+            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4,
+        )  # fmt: skip
+    elif S.convert == "fp8":
+        x = tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high; mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }""",
+            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4,
+        )  # fmt: skip
+    else:  # e4m3 before sm_89
+        x = tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, s, t; prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;
+            and.b32 s, a, 0x80008000; shr.u32 t, a, 1; and.b32 t, t, 0x3f803f80; or.b32 $0, s, t;
+            and.b32 s, b, 0x80008000; shr.u32 t, b, 1; and.b32 t, t, 0x3f803f80; or.b32 $1, s, t; }""",
+            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4,
+        )  # fmt: skip
     return x
 
 
@@ -77,10 +136,10 @@ def spread(x, S: tl.constexpr):
 
 
 @triton.jit
-def values(stored, scale, zero, scale_row, zero_row, keep, stream: tl.constexpr, S: tl.constexpr, MAT, MASKED: tl.constexpr):
+def values(stored, scale, zero, scale_row, zero_row, keep, stream: tl.constexpr, S: tl.constexpr, MAT, PURE: tl.constexpr, MASKED: tl.constexpr):
     """Stored codes [keys, lanes] -> numbers of one stream for the matrix unit. Scales are applied here only where groups of
     channels have their own; all others are placed outside the product."""
-    x = widen(stored, stream, S, MAT)
+    x = widen(stored, stream, S, MAT, PURE)
     if S.scale == "group":
         at = stream * S.groups
         s = load_rows(scale + at, scale_row, keep, MASKED, S.groups, S.lanes // S.group)

@@ -28,7 +28,7 @@ def append_launches(
     k, v = check_rows(k, "k", (None, None, None)), check_rows(v, "v", (*k.shape[:2], None))
     check_index(slots, "slots", torch.int64, 1)
     T, H = k.shape[:2]
-    K, V = side(k_plane, k.shape[2], "k_plane"), side(v_plane, v.shape[2], "v_plane")
+    K, V = side(k_plane, k.shape[2], "k_plane", arch), side(v_plane, v.shape[2], "v_plane", arch)
     if k_plane.codes.shape[1] != H or v_plane.codes.shape[:3] != k_plane.codes.shape[:3]:
         raise ValueError(
             f"planes must have the {H} heads of k and agree, got {[*k_plane.codes.shape]} and {[*v_plane.codes.shape]}"

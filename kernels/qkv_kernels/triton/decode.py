@@ -48,7 +48,7 @@ def decode_launches(
     arch: str,
 ) -> list[Launch]:
     """Checks the arguments of decode (ValueError names them); what to launch on an architecture."""
-    q, K, V = check_attend(q, k, v, block_table, seq_lens, rule, out)
+    q, K, V = check_attend(q, k, v, block_table, seq_lens, rule, out, arch)
     R, H = len(seq_lens), k.codes.shape[1]
     if len(q) != R:
         raise ValueError(f"q must have one row per request: {R}, got {len(q)}")

@@ -50,7 +50,7 @@ def extend_launches(
     arch: str,
 ) -> list[Launch]:
     """Checks the arguments of extend (ValueError names them); what to launch on an architecture."""
-    q, K, V = check_attend(q, k, v, block_table, seq_lens, rule, out)
+    q, K, V = check_attend(q, k, v, block_table, seq_lens, rule, out, arch)
     R, H = len(seq_lens), k.codes.shape[1]
     check_index(query_start, "query_start", torch.int32, 1)
     if len(query_start) != R + 1:

@@ -11,12 +11,12 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 def check_attend(
-    q: torch.Tensor, k: Plane, v: Plane, block_table: torch.Tensor, seq_lens: torch.Tensor, rule: Rule, out: torch.Tensor
+    q: torch.Tensor, k: Plane, v: Plane, block_table: torch.Tensor, seq_lens: torch.Tensor, rule: Rule, out: torch.Tensor, arch: str
 ) -> tuple[torch.Tensor, Side, Side]:
     """q with unit stride, and both sides. Raises ValueError naming the argument."""
     q = check_rows(q, "q", (None, None, None))
     T, Hq, Dk = q.shape
-    K, V = side(k, Dk, "k"), side(v, out.shape[-1], "v")
+    K, V = side(k, Dk, "k", arch), side(v, out.shape[-1], "v", arch)
     H = k.codes.shape[1]
     if v.codes.shape[:3] != k.codes.shape[:3]:
         raise ValueError(

@@ -29,6 +29,7 @@ class Side:
     zeros: tuple[int, ...] = ()
     static_scales: tuple[int, int] = (0, 0)
     static_zeros: tuple[int, int] = (0, 0)
+    convert: Literal["plain", "packed", "fp8"] = "plain"  # how codes are widened; fp8: packed, with the e4m3 instruction
 
     @property
     def kind(self) -> Literal["raw", "int8", "int4", "e4m3", "e5m2"]:
@@ -94,7 +95,7 @@ class Side:
     @property
     def code_unit(self) -> float:
         """What a widened code must be multiplied with: e4m3 is read as float16 bits with another exponent bias."""
-        return 256.0 if self.kind == "e4m3" else 1.0
+        return 256.0 if self.kind == "e4m3" and self.convert != "fp8" else 1.0
 
     @property
     def unit(self) -> float:
@@ -121,7 +122,7 @@ class Problem:
     normalize: bool
 
 
-def side(plane: Plane, D: int, name: str) -> Side:
+def side(plane: Plane, D: int, name: str, arch: str) -> Side:
     """Checks a plane against its format. Raises ValueError naming the plane (`name`) and the tensor."""
     fmt, N, H, B = plane.fmt, *plane.codes.shape[:3]
     reason = refusal(fmt, D)
@@ -156,7 +157,14 @@ def side(plane: Plane, D: int, name: str) -> Side:
         pool_strides(plane.zero),
         static_strides(plane.static_scale),
         static_strides(plane.static_zero),
+        _conversion(arch),
     )
+
+
+def _conversion(arch: str) -> Literal["plain", "packed", "fp8"]:
+    if not arch.startswith("sm_"):
+        return "plain"
+    return "fp8" if int(arch[3:]) >= 89 else "packed"
 
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
@@ -164,6 +172,8 @@ def refusal(fmt: KVFormat, D: int) -> str | None:
     reason = codec.refusal(fmt, D)
     if reason:
         return reason
+    if fmt.rotate or fmt.bits in (2, 3):
+        return f"Triton kernels neither rotate nor read {fmt.bits}-bit codes" if fmt.rotate else f"no {fmt.bits}-bit codes"
     if not MIN_HEAD_DIM <= D <= MAX_HEAD_DIM or D % 8:
         return f"head dim {D} is not a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     if fmt.bits == 64 or (fmt.raw and fmt.storage.itemsize * 8 != fmt.bits):
