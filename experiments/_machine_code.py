@@ -42,7 +42,7 @@ class Code:
     @property
     def load_widths(self) -> list[int]:
         """Bytes per thread of every load from global memory, asynchronous copies to shared memory included."""
-        return [w for i in self.instructions if (w := _load_width(i.name))]
+        return [w for i in self.instructions if (w := load_width(i.name))]
 
     @property
     def matrix(self) -> Counter[str]:
@@ -67,7 +67,7 @@ def _read_nvidia(compiled: Any) -> Code:
     found = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage))
     instructions = [Instruction(m.start(), m[3], m[4]) for m in _INSTRUCTION.finditer(listing)]
     labels = {m[1]: m.start() for m in _LABEL.finditer(listing)}
-    jumps = [(labels[t[0]], i.at) for i in instructions if i.name == "BRA" and (t := re.findall(r"\.L_x_\d+", i.rest))]
+    jumps = [(labels[t[0]], i.at) for i in instructions if i.name.startswith("BRA") and (t := re.findall(r"\.L_x_\d+", i.rest))]
     spills = sum(_WIDTHS.get(i.name.split(".")[-1], 4) for i in instructions if i.name.startswith("STL"))
     return Code(
         registers=int(found["REG"]),
@@ -101,20 +101,39 @@ def _read_amd(compiled: Any) -> Code:
 
 def _loops(instructions: list[Instruction], jumps: list[tuple[int, int]]) -> list[list[Instruction]]:
     back = [(a, b) for a, b in jumps if a <= b]
-    bodies = [[i for i in instructions if a <= i.at <= b] for a, b in back if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in back)]
+    bodies = [
+        [i for i in instructions if a <= i.at <= b]
+        for a, b in back
+        if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in back)
+    ]
     return [body for body in bodies if any(_is_matrix(i.name) for i in body)]
 
 
 def _is_matrix(name: str) -> bool:
-    return name.split(".")[0] in ("HMMA", "IMMA", "QMMA", "HGMMA", "QGMMA", "IGMMA", "UTCHMMA", "UTCQMMA") or name.startswith("v_mfma")
+    return name.split(".")[0] in ("HMMA", "IMMA", "QMMA", "HGMMA", "QGMMA", "IGMMA", "UTCHMMA", "UTCQMMA") or name.startswith(
+        "v_mfma"
+    )
 
 
-def _load_width(name: str) -> int | None:
+def load_width(name: str) -> int | None:
     parts = name.split(".")
     if parts[0] in ("LDG", "LDGSTS"):
         return next((_WIDTHS[p] for p in parts if p in _WIDTHS), 4)
-    found = re.match(r"(?:global|buffer)_load_(?:lds_)?(dwordx4|dwordx3|dwordx2|dword|ushort|ubyte|sbyte|short|b128|b64|b32|u16|u8)", name)
-    widths = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "b128": 16, "b64": 8, "b32": 4, "ubyte": 1, "sbyte": 1, "u8": 1}
+    found = re.match(
+        r"(?:global|buffer)_load_(?:lds_)?(dwordx4|dwordx3|dwordx2|dword|ushort|ubyte|sbyte|short|b128|b64|b32|u16|u8)", name
+    )
+    widths = {
+        "dwordx4": 16,
+        "dwordx3": 12,
+        "dwordx2": 8,
+        "dword": 4,
+        "b128": 16,
+        "b64": 8,
+        "b32": 4,
+        "ubyte": 1,
+        "sbyte": 1,
+        "u8": 1,
+    }
     return widths.get(found[1], 2) if found else None
 
 

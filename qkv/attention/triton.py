@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from qkv.attention.base import BACKENDS, AttentionBackend, Reads
-from qkv.errors import ConfigError
 from qkv.layout import AttentionMetadata, KVFormat, LayerShape
 from qkv_kernels.reference.attend import Plane, Rule
 from qkv_kernels.triton import spec
@@ -48,10 +47,16 @@ class TritonBackend(AttentionBackend):
             return f"block_size {B} is above {MAX_BLOCK_SIZE}"
         return spec.refusal(k, layer.Dk) or spec.refusal(v, layer.Dv)
 
+    def declines(self, dtype: torch.dtype, reads: Reads, deterministic: bool) -> str | None:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"Triton kernels do not compute in {dtype}"
+        if reads == "raw":
+            return "Triton kernels read what is stored; attention.reads=raw needs the reference"
+        if deterministic:
+            return "Triton kernels split keys by the batch; runner.deterministic=true needs the reference"
+        return None
+
     def bind(self, store: "KVStore", quantizer: "Quantizer", layers: list[LayerShape], reads: Reads, deterministic: bool) -> None:
-        if reads == "raw" or deterministic:
-            what = "attention.reads=raw" if reads == "raw" else "runner.deterministic=true"
-            raise ConfigError(f"the triton backend does not run {what}: use attention.backend=reference with it, or leave it out")
         from qkv_kernels.triton import tuning
 
         self._quantizer, self._layers, self._custom = quantizer, layers, quantizer.encode_rule == "custom"

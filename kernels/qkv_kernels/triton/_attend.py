@@ -50,10 +50,10 @@ def fold_static(q, head, stream: tl.constexpr, static_scale, static_zero, K: tl.
     bias = tl.zeros([q.shape[0]], tl.float32)
     if K.scale == "static":
         if K.zero == "float":
-            bias = tl.sum(q * load_static(static_zero, head, stream, 0.0, K.static_zeros, K)[None, :], 1)
-        q = q * load_static(static_scale, head, stream, 0.0, K.static_scales, K)[None, :]
+            bias = tl.sum(q * load_static(static_zero, head, stream, 0.0, True, K)[None, :], 1)
+        q = q * load_static(static_scale, head, stream, 0.0, False, K)[None, :]
         if K.zero == "code":
-            bias = -tl.sum(q * load_static(static_zero, head, stream, 0.0, K.static_zeros, K)[None, :], 1)
+            bias = -tl.sum(q * load_static(static_zero, head, stream, 0.0, True, K)[None, :], 1)
     return q, bias
 
 
@@ -71,7 +71,7 @@ def scan(
         j = begin + tl.arange(0, P.keys)
         keep = j < stop
         if K.B % P.keys == 0:  # one page per tile
-            page = tl.load(table + begin // K.B).to(tl.int64) + tl.zeros([P.keys], tl.int64)
+            page = tl.load(table + begin // K.B).to(tl.int64) + tl.full([P.keys], 0, tl.int64)
             within = begin % K.B + tl.arange(0, P.keys)
         else:
             page = tl.load(table + j // K.B, mask=keep, other=0).to(tl.int64)
@@ -163,11 +163,11 @@ def attend_rows(
     Returns acc of both streams in units of codes with zero points added, top and total [rows].
     """
     q_low, q_high, q_total, factor, bias = load_query(q_rows, row_kept, head, k_static_scale, k_static_zero, K, P)
-    acc_low = tl.zeros([P.rows, V.lanes], tl.float32)
-    acc_high = tl.zeros([P.rows, V.lanes if V.streams == 2 else 1], tl.float32)
+    acc_low = tl.full([P.rows, V.lanes], 0, tl.float32)
+    acc_high = tl.full([P.rows, V.lanes if V.streams == 2 else 1], 0, tl.float32)
     top = tl.full([P.rows], float("-inf"), tl.float32)
-    total = tl.zeros([P.rows], tl.float32)
-    offset = tl.zeros([P.rows], tl.float32)
+    total = tl.full([P.rows], 0, tl.float32)
+    offset = tl.full([P.rows], 0, tl.float32)
     if P.window is None:
         acc_low, acc_high, top, total, offset = scan(
             q_low, q_high, q_total, factor, bias, position, acc_low, acc_high, top, total, offset, start, full, head, table,
@@ -193,11 +193,11 @@ def finish(acc, share, total, head, stream: tl.constexpr, v_static_scale, v_stat
     share [rows]: sum of the weights of keys; total [rows]: the same with the sink's weight. Rows without any weight give 0.
     """
     if V.scale == "static":
-        s = load_static(v_static_scale, head, stream, 0.0, V.static_scales, V)[None, :]
+        s = load_static(v_static_scale, head, stream, 0.0, False, V)[None, :]
         if V.zero == "float":
-            acc = acc * s + share[:, None] * load_static(v_static_zero, head, stream, 0.0, V.static_zeros, V)[None, :]
+            acc = acc * s + share[:, None] * load_static(v_static_zero, head, stream, 0.0, True, V)[None, :]
         elif V.zero == "code":
-            acc = (acc - share[:, None] * load_static(v_static_zero, head, stream, 0.0, V.static_zeros, V)[None, :]) * s
+            acc = (acc - share[:, None] * load_static(v_static_zero, head, stream, 0.0, True, V)[None, :]) * s
         else:
             acc = acc * s
     return acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -40,10 +40,13 @@ def load_keys(base, row, keep, other, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_static(base, head, stream, otherwise, STRIDES: tl.constexpr, S: tl.constexpr):
-    """[lanes] float32 static parameters of one stream; `otherwise` past the last channel."""
+def load_static(base, head, stream, otherwise, ZERO: tl.constexpr, S: tl.constexpr):
+    """[lanes] float32 static scales (or ZERO points) of one stream; `otherwise` past the last channel."""
     c = tl.arange(0, S.lanes)
-    at = base + head * STRIDES[0] + (stream * S.width + c) * STRIDES[1]
+    if ZERO:
+        at = base + head * S.static_zeros[0] + (stream * S.width + c) * S.static_zeros[1]
+    else:
+        at = base + head * S.static_scales[0] + (stream * S.width + c) * S.static_scales[1]
     return tl.load(at, mask=c < S.width, other=otherwise)
 
 
@@ -136,7 +139,19 @@ def spread(x, S: tl.constexpr):
 
 
 @triton.jit
-def values(stored, scale, zero, scale_row, zero_row, keep, stream: tl.constexpr, S: tl.constexpr, MAT, PURE: tl.constexpr, MASKED: tl.constexpr):
+def values(
+    stored,
+    scale,
+    zero,
+    scale_row,
+    zero_row,
+    keep,
+    stream: tl.constexpr,
+    S: tl.constexpr,
+    MAT,
+    PURE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Stored codes [keys, lanes] -> numbers of one stream for the matrix unit. Scales are applied here only where groups of
     channels have their own; all others are placed outside the product."""
     x = widen(stored, stream, S, MAT, PURE)

@@ -80,14 +80,14 @@ def store_side(x_rows, slot, head, codes, scale, zero, static_scale, static_zero
         else:
             high = low
         if S.scale == "static":
-            s_low = load_static(static_scale, head, 0, 1.0, S.static_scales, S)[None, :]
+            s_low = load_static(static_scale, head, 0, 1.0, False, S)[None, :]
             s_high, z_low, z_high = s_low, s_low, s_low
             if S.streams == 2:
-                s_high = load_static(static_scale, head, 1, 1.0, S.static_scales, S)[None, :]
+                s_high = load_static(static_scale, head, 1, 1.0, False, S)[None, :]
             if S.zero != "none":
-                z_low = load_static(static_zero, head, 0, 0.0, S.static_zeros, S)[None, :]
+                z_low = load_static(static_zero, head, 0, 0.0, True, S)[None, :]
                 if S.streams == 2:
-                    z_high = load_static(static_zero, head, 1, 0.0, S.static_zeros, S)[None, :]
+                    z_high = load_static(static_zero, head, 1, 0.0, True, S)[None, :]
         elif S.scale == "token":
             least, most = tl.minimum(low, high), tl.maximum(low, high)
             least = tl.min(tl.where(keep, least, float("inf")), 1)

@@ -64,12 +64,12 @@ def decode_launches(
         partial_top, partial_total = torch.empty(2, R, H, P.G, splits, dtype=torch.float32, device=q.device)
     strides = (*q.stride()[:2], block_table.stride(0), *out.stride()[:2])
     args = (q, *pointers(k), *pointers(v), block_table, seq_lens, rule.sinks, out, partial, partial_top, partial_total, *strides)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     launches = [Launch(decode_kernel, (splits, H, R), args, {"K": K, "V": V, "P": P, "SPLITS": splits}, options)]
     if splits > 1:
         args = (partial, partial_top, partial_total, v.static_scale, v.static_zero, rule.sinks, out, *out.stride()[:2])
         constants = {"V": V, "G": P.G, "SPLITS": splits, "LANES": power_of_two(splits)}
-        launches.append(Launch(reduce_kernel, (P.G, H, R), args, constants, {"num_warps": 4}))
+        launches.append(Launch(reduce_kernel, (P.G, H, R), args, constants, {"num_warps": 4, "enable_fp_fusion": True}))
     return launches
 
 
@@ -99,7 +99,7 @@ def decode_kernel(
     row = tl.arange(0, P.rows)
     row_head = head * P.G + row
     keep = row < P.G
-    position = tl.zeros([P.rows], tl.int32) + (length - 1)
+    position = tl.full([P.rows], 0, tl.int32) + (length - 1)
     at = request.to(tl.int64)
     acc_low, acc_high, top, total = attend_rows(
         q + at * q_stride_t + row_head * q_stride_h, keep, position, start, full, stop, head, block_table + at * table_stride,
@@ -145,7 +145,8 @@ def reduce_kernel(
     total = share
     if sinks is not None:
         total = add_sink(top, total, tl.load(sinks + query_head))
-    for stream in tl.static_range(V.streams):
+    STREAMS: tl.constexpr = V.streams
+    for stream in tl.static_range(STREAMS):
         c = tl.arange(0, V.lanes)
         at = partial + (first + s)[:, None] * V.D + stream * V.width + c[None, :]
         parts = tl.load(at, mask=keep[:, None] & (c < V.width)[None, :], other=0.0)

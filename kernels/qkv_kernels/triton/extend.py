@@ -62,7 +62,8 @@ def extend_launches(
     grid = (triton.cdiv(longest, P.rows // P.G), H, R)
     strides = (*q.stride()[:2], block_table.stride(0), *out.stride()[:2])
     args = (q, *pointers(k), *pointers(v), block_table, query_start, seq_lens, rule.sinks, out, *strides)
-    return [Launch(extend_kernel, grid, args, {"K": K, "V": V, "P": P}, {"num_warps": warps, "num_stages": stages})]
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return [Launch(extend_kernel, grid, args, {"K": K, "V": V, "P": P}, options)]
 
 
 @triton.jit

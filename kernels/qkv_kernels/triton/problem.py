@@ -11,7 +11,14 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 def check_attend(
-    q: torch.Tensor, k: Plane, v: Plane, block_table: torch.Tensor, seq_lens: torch.Tensor, rule: Rule, out: torch.Tensor, arch: str
+    q: torch.Tensor,
+    k: Plane,
+    v: Plane,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rule: Rule,
+    out: torch.Tensor,
+    arch: str,
 ) -> tuple[torch.Tensor, Side, Side]:
     """q with unit stride, and both sides. Raises ValueError naming the argument."""
     q = check_rows(q, "q", (None, None, None))

@@ -172,8 +172,10 @@ def refusal(fmt: KVFormat, D: int) -> str | None:
     reason = codec.refusal(fmt, D)
     if reason:
         return reason
-    if fmt.rotate or fmt.bits in (2, 3):
-        return f"Triton kernels neither rotate nor read {fmt.bits}-bit codes" if fmt.rotate else f"no {fmt.bits}-bit codes"
+    if fmt.rotate:
+        return "Triton kernels do not rotate"
+    if fmt.bits < 4:
+        return f"Triton kernels read no {fmt.bits}-bit codes"
     if not MIN_HEAD_DIM <= D <= MAX_HEAD_DIM or D % 8:
         return f"head dim {D} is not a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     if fmt.bits == 64 or (fmt.raw and fmt.storage.itemsize * 8 != fmt.bits):

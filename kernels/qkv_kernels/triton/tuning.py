@@ -11,6 +11,9 @@ from triton import knobs
 
 from qkv_kernels.triton.spec import Side
 
+# Kibibytes of shared memory that one decode program may take, so that two (sm_89, sm_120) or three fit a processor.
+_SHARED = {"sm_80": 48, "sm_89": 36, "sm_90": 75, "sm_100": 75, "sm_120": 36, "gfx942": 20}
+
 
 class AppendLaunch(NamedTuple):
     rows: int
@@ -54,10 +57,28 @@ def append(arch: str, T: int) -> AppendLaunch:
 def decode(arch: str, K: Side, V: Side) -> AttendLaunch:
     if arch == "interpreter":
         return AttendLaunch(16, 32, 4, 1)
-    return AttendLaunch(16, 64, 4, 3)
+    keys, stages = 128, 2
+    while keys > 16 and keys * _decode_bytes_per_key(K, V, stages) > _SHARED.get(arch, 48) * 1024:
+        keys //= 2
+    return AttendLaunch(16, keys, 4, stages)
 
 
 def extend(arch: str, K: Side, V: Side) -> AttendLaunch:
     if arch == "interpreter":
         return AttendLaunch(32, 32, 4, 1)
-    return AttendLaunch(128, 64, 8, 2)
+    wide = max(K.lanes * K.streams, V.lanes * V.streams) > 128
+    per_key = any(S.scale == "token" and S.zero != "none" for S in (K, V))  # zero points of keys: many live numbers
+    if arch in ("sm_90", "sm_100"):
+        return AttendLaunch(64 if wide else 128, 32 if per_key or wide else 64, 8, 2)
+    if arch.startswith("gfx"):
+        return AttendLaunch(64, 32 if K.kind == V.kind == "raw" or wide else 64, 4, 2)
+    if K.kind == V.kind == "raw":
+        return AttendLaunch(64 if wide else 128, 32 if wide else 64, 8, 2)
+    narrow = per_key or wide or K.zero != "none" or arch == "sm_80"
+    return AttendLaunch(64, 32 if narrow else 64, 8 if wide else 4, 2)
+
+
+def _decode_bytes_per_key(K: Side, V: Side, stages: int) -> int:
+    """Shared memory: codes in flight, V once more as the matrix unit's operand where it is converted on the way, indices."""
+    codes = sum(S.lanes * S.fmt.storage.itemsize for S in (K, V))
+    return (stages - 1) * codes + (0 if V.kind == "raw" else 2 * V.lanes) + 64

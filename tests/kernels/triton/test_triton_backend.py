@@ -16,7 +16,7 @@ pytestmark = pytest.mark.interpreter
 
 CPU = torch.device("cpu")
 RAW = KVFormat(32, torch.float32)
-QUANTIZERS = ["none", "fp8", "int8", {"name": "int8", "zero_point": True}, "int8_token"]
+QUANTIZERS = ["none", "fp8", "int8", {"name": "int8", "zero_point": True}, "int8_token", "int4"]
 
 
 def test_a_cpu_is_refused_with_the_reason_and_auto_goes_on() -> None:
@@ -35,6 +35,8 @@ def test_a_cpu_is_refused_with_the_reason_and_auto_goes_on() -> None:
         (RAW, {"H": 1, "G": 17}, 16, "17 query heads share a kv head"),
         (RAW, {}, 512, "block_size 512 is above 256"),
         (KVFormat(4, torch.uint8, "token_group", group=16), {"Dk": 16}, 16, "scale groups of 16 channels"),
+        (KVFormat(2, torch.uint8, "token"), {}, 16, "no 2-bit codes"),
+        (KVFormat(4, torch.uint8, "token", rotate=True), {}, 16, "do not rotate"),
     ],
 )
 def test_what_kernels_cannot_do_is_refused(
@@ -52,15 +54,20 @@ def test_old_gpus_are_refused_and_current_ones_are_not(monkeypatch: pytest.Monke
         assert bool(TritonBackend().supports(RAW, RAW, shape(), 16, torch.device("cuda"))) == refused
 
 
-@pytest.mark.parametrize(("reads", "deterministic", "what"), [("raw", False, "reads=raw"), ("cache", True, "deterministic=true")])
-def test_modes_of_the_reference_only_are_refused(reads: str, deterministic: bool, what: str) -> None:
-    with pytest.raises(ConfigError, match=f"does not run .*{what}"):
-        Paged(shape(), "none", [4], backend=TritonBackend(), reads=reads, deterministic=deterministic)  # type: ignore[arg-type]
+def test_modes_of_the_reference_only_are_declined() -> None:
+    backend = TritonBackend()
+    assert backend.declines(torch.bfloat16, "cache", False) is None
+    for settings, reason in (
+        ((torch.float64, "cache", False), "do not compute in torch.float64"),
+        ((torch.float32, "raw", False), "reads=raw needs the reference"),
+        ((torch.float32, "cache", True), "deterministic=true needs the reference"),
+    ):
+        assert reason in (backend.declines(*settings) or "")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 def test_mixed_steps_store_the_same_bytes_and_attend_to_them(quantizer: object) -> None:
-    layer = shape(H=1, G=3, Dk=24, Dv=40, window=31, sinks=True)
+    layer = shape(H=1, G=3, Dk=24, Dv=64, window=31, sinks=True)
     fused, reference = (Paged(layer, quantizer, [37, 5, 70], backend=b) for b in (TritonBackend(), None))
     schedule = [{0: 33}, {1: 1, 0: 1, 2: 40}, {0: 1, 2: 1, 1: 2}]
     for got, want in zip(fused.run(schedule), reference.run(schedule), strict=True):
