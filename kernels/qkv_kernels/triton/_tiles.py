@@ -87,47 +87,14 @@ def widen_plain(codes, stream: tl.constexpr, S: tl.constexpr):
 def widen_packed(codes, stream: tl.constexpr, S: tl.constexpr, PURE: tl.constexpr):
     """The same for NVIDIA: four codes of a register at a time, without conversion instructions where bytes can be placed.
 
-    A byte u placed below 0x64 is the float16 1024 + u, so integers take one byte permutation and one subtraction per two codes.
+    Pure operations are moved before the layout conversion for the matrix unit, which is right for K: codes travel through
+    shared memory, not float16. V's tile enters the product transposed, where single bytes would be loaded one by one: not PURE
+    keeps its conversion with the load.
     """
-    if S.kind == "int8":  # u = code + 128
-        x = tl.inline_asm_elementwise(
-            """{ .reg .b32 u, m; mov.b32 m, 0x64806480; xor.b32 u, $2, 0x80808080;
-            prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342;
-            sub.rn.f16x2 $0, $0, m; sub.rn.f16x2 $1, $1, m; }""",
-            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4,
-        )  # fmt: skip
-    elif S.kind == "int4" and stream == 0:  # u = code + 8
-        x = tl.inline_asm_elementwise(
-            """{ .reg .b32 u, m; mov.b32 m, 0x64086408; and.b32 u, $2, 0x0f0f0f0f;
-            prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342;
-            sub.rn.f16x2 $0, $0, m; sub.rn.f16x2 $1, $1, m; }""",
-            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4,
-        )  # fmt: skip
-    elif S.kind == "int4":
-        x = tl.inline_asm_elementwise(
-            """{ .reg .b32 u, m; mov.b32 m, 0x64086408; shr.u32 u, $2, 4; and.b32 u, u, 0x0f0f0f0f;
-            prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342;
-            sub.rn.f16x2 $0, $0, m; sub.rn.f16x2 $1, $1, m; }""",
-            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4,
-        )  # fmt: skip
-    elif S.kind == "e5m2":
-        x = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
-            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4,
-        )  # fmt: skip
-    elif S.convert == "fp8":
-        x = tl.inline_asm_elementwise(
-            """{ .reg .b16 low, high; mov.b32 {low, high}, $2;
-            cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }""",
-            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4,
-        )  # fmt: skip
-    else:  # e4m3 before sm_89
-        x = tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, s, t; prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;
-            and.b32 s, a, 0x80008000; shr.u32 t, a, 1; and.b32 t, t, 0x3f803f80; or.b32 $0, s, t;
-            and.b32 s, b, 0x80008000; shr.u32 t, b, 1; and.b32 t, t, 0x3f803f80; or.b32 $1, s, t; }""",
-            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4,
-        )  # fmt: skip
+    if stream == 0:
+        x = tl.inline_asm_elementwise(S.ptx_low, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4)
+    else:
+        x = tl.inline_asm_elementwise(S.ptx_high, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=PURE, pack=4)
     return x
 
 

@@ -12,6 +12,7 @@ import torch
 from qkv_kernels.format import STATIC_SCALES, KVFormat
 from qkv_kernels.reference import codec
 from qkv_kernels.reference.attend import Plane
+from qkv_kernels.triton import ptx
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_GROUP = 16  # query heads per kv head
@@ -91,6 +92,14 @@ class Side:
     @property
     def scale_max(self) -> float:
         return float(torch.finfo(self.fmt.scale_dtype).max)
+
+    @property
+    def ptx_low(self) -> str:
+        return ptx.widen(self.kind, 0, self.convert == "fp8")
+
+    @property
+    def ptx_high(self) -> str:
+        return ptx.widen(self.kind, 1, self.convert == "fp8")
 
     @property
     def code_unit(self) -> float:
