@@ -149,6 +149,7 @@ def _assemble(
         max_blocks=max(min(-(-frame.intake.max_model_len // B), frame.pool.num_blocks), policies.allocator.blocks_for(1)),
         reads=config.attention.reads,
         deterministic=config.runner.deterministic,
+        cuda_graphs=config.runner.cuda_graphs,
     )
     return frame.parts(adapter, runner, backend, reason)
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from qkv.attention.base import AttentionBackend, Observer, Reads, StepContext
+from qkv.graphs import DecodeGraphs
 from qkv.layout import AttentionMetadata
 from qkv.metrics.recorder import Recorder
 from qkv.types import Request, StepPlan
@@ -54,6 +55,7 @@ class Runner:
         max_blocks: int,
         reads: Reads,
         deterministic: bool,
+        cuda_graphs: bool = False,
     ) -> None:
         self.adapter, self.backend, self.recorder, self.reads = adapter, backend, recorder, reads
         self.block_size = block_size
@@ -71,11 +73,17 @@ class Runner:
         self._rows: dict[int, int] = {}  # request id -> row of _tables
         self._free_rows = list(range(R - 1, -1, -1))
         self._synced = [0] * R  # blocks of the request that the row reflects
+        self._all_rows = torch.arange(R, device=device)
+        self.graphs = DecodeGraphs(self._decode_rows, R) if cuda_graphs and backend.capturable and device.type == "cuda" else None
 
     def run(self, plan: StepPlan) -> StepResult:
         """One forward over the plan's tokens."""
         if not plan.num_tokens:
             return StepResult(None, [])
+        if self.graphs is not None and not plan.prefills and self.observer is None:
+            logits = self._replay(self.graphs, plan)
+            if logits is not None:
+                return StepResult(logits, [])
         meta, rows = self._metadata(plan)
         index, scored = self._logits_index(plan, meta)
         context = StepContext(self.backend, meta, self.observer)
@@ -83,6 +91,51 @@ class Runner:
             self._input_ids.device(rows), self._positions.device(rows), torch.tensor(index, device=self.adapter.device), context
         )
         return StepResult(logits, scored)
+
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> torch.Tensor | None:
+        """A step of decodes through a captured graph: logits [n, V]; None if it must run as it is."""
+        n = len(plan.decodes)
+        rows = graphs.size(n)
+        if rows is None:
+            return None
+        if not graphs.has(rows):
+            self._pad(0, 0, rows)
+            self._upload(rows)
+            if not graphs.prepare(rows):
+                return None
+        self._metadata(plan)
+        self._pad(n, n, rows)
+        self._upload(rows)
+        return graphs.replay(rows)[:n]
+
+    def _pad(self, at: int, request: int, rows: int) -> None:
+        """Rows from `at` and requests from `request` on become padding: no keys, nothing written."""
+        self._input_ids.host[at:rows], self._positions.host[at:rows], self._slots.host[at:rows] = 0, 0, -1
+        self._seq_lens.host[request:rows] = 0
+        self._block_table.host[request:rows] = 0
+        self._query_start.host[request : rows + 1] = np.arange(request, rows + 1)
+
+    def _upload(self, rows: int) -> None:
+        for buffer in (self._input_ids, self._positions, self._slots, self._seq_lens, self._block_table):
+            buffer.device(rows)
+        self._query_start.device(rows + 1)
+
+    def _decode_rows(self, rows: int) -> torch.Tensor:
+        """The model over the first `rows` rows of the buffers, each a decode of any length: what a graph captures."""
+        longest = self._block_table.host.shape[1] * self.block_size  # the split of keys must suit every later length
+        meta = AttentionMetadata(
+            block_table=self._block_table.view(rows),
+            seq_lens=self._seq_lens.view(rows),
+            query_start=self._query_start.view(rows + 1),
+            slots=self._slots.view(rows),
+            positions=self._positions.view(rows),
+            seq_lens_list=[longest] * rows,
+            query_start_list=list(range(rows + 1)),
+            num_decodes=rows,
+            block_size=self.block_size,
+        )
+        context = StepContext(self.backend, meta)
+        return self.adapter.forward(self._input_ids.view(rows), meta.positions, self._all_rows[:rows], context)
 
     def forget(self, request: Request) -> None:
         """The request holds no device blocks any more."""
@@ -177,7 +230,9 @@ class _Buffer:
         self._copy = None if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
     def device(self, n: int) -> torch.Tensor:
-        """The first n rows, on the model's device."""
-        if self._copy is None:
-            return self._tensor[:n]
-        return self._copy[:n].copy_(self._tensor[:n], non_blocking=True)
+        """The first n rows, brought to the model's device."""
+        return self.view(n) if self._copy is None else self.view(n).copy_(self._tensor[:n], non_blocking=True)
+
+    def view(self, n: int) -> torch.Tensor:
+        """The first n rows on the model's device, as they were last brought there."""
+        return (self._tensor if self._copy is None else self._copy)[:n]

@@ -31,6 +31,7 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     fused: ClassVar[bool]  # False: the reference; needs attention.allow_reference where a fused backend was asked for
+    capturable: ClassVar[bool] = False  # whether attend() over decodes may be captured in a CUDA graph: no host synchronisation
 
     @abstractmethod
     def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:

@@ -33,6 +33,7 @@ class TritonBackend(AttentionBackend):
     """
 
     fused: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
 
     def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:
         if importlib.util.find_spec("triton") is None:

@@ -1,0 +1,81 @@
+"""Decode steps from graphs: padded to a ladder of sizes, written into fixed buffers, equal to steps that run as they are.
+
+Capturing itself needs a GPU. Here a stand-in runs the same call on the same buffers, which is what a captured graph does.
+"""
+
+import pytest
+import torch
+
+from qkv.graphs import DecodeGraphs, Forward
+from qkv.types import SamplingParams
+from tests.engine.support import make, scales, tokens
+
+
+class Rerun:
+    """Runs the captured call again on the buffers it was captured with."""
+
+    captures = 0
+    replays = 0
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward, self.logits = forward, forward().clone()
+        Rerun.captures += 1
+
+    def replay(self) -> None:
+        self.logits.copy_(self._forward())
+        Rerun.replays += 1
+
+
+def generate(
+    graphs: bool, quantizer: str, backend: str = "reference", lengths: tuple[int, ...] = (12, 3, 9, 6, 20)
+) -> list[list[int]]:
+    with make(quantizer, backend=backend, max_num_seqs=6) as engine:
+        runner = engine._parts.runner
+        if graphs:
+            runner.graphs = DecodeGraphs(runner._decode_rows, 6, capture=Rerun)  # type: ignore[union-attr]
+        prompts = [tokens(i, n) for i, n in enumerate((30, 9, 17, 5, 3))]
+        outputs = engine.generate(prompts[: len(lengths)], [SamplingParams(max_tokens=n) for n in lengths])
+        engine.check()
+        engine._parts.store.check_null()
+        return [o.token_ids for o in outputs]
+
+
+@pytest.mark.parametrize("quantizer", ["none", "int8"])
+def test_replayed_steps_give_the_same_tokens(quantizer: str) -> None:
+    Rerun.captures = Rerun.replays = 0
+    want = generate(False, quantizer)
+    assert generate(True, quantizer) == want
+    assert Rerun.captures == 4  # 5 requests run in the graph of 6; then 4, 2 and 1
+    assert Rerun.replays > 10
+
+
+@pytest.mark.slow
+def test_padding_rows_write_nothing_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from qkv.attention.triton import TritonBackend
+
+    scales("int8", "llama")
+    monkeypatch.setattr(TritonBackend, "supports", lambda *_: None)
+    assert generate(True, "int8", "triton", (3, 2, 3)) == generate(False, "int8", "triton", (3, 2, 3))
+
+
+def test_sizes_are_a_ladder() -> None:
+    graphs = DecodeGraphs(lambda n: torch.zeros(n, 1), 21, capture=Rerun)
+    assert graphs.sizes == [1, 2, 4, 8, 16, 21]
+    assert [graphs.size(n) for n in (1, 3, 5, 17, 21, 22)] == [1, 4, 8, 21, 21, None]
+    assert DecodeGraphs(lambda n: torch.zeros(n, 1), 4, capture=Rerun).sizes == [1, 2, 4]
+
+
+def test_a_model_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(forward: Forward) -> Rerun:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs = DecodeGraphs(lambda n: torch.zeros(n, 1), 8, capture=refuse)
+    assert not graphs.prepare(graphs.size(3) or 0)
+    assert graphs.size(3) is None
+    assert "could not be captured (operation not permitted" in caplog.text
+
+
+def test_graphs_are_off_without_a_gpu() -> None:
+    with make("none") as engine:
+        assert engine._parts.runner.graphs is None  # type: ignore[union-attr]
