@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from calibration.collect import FULL, Collector, check_finite, data_fingerprint, provenance, run_document
+from calibration.collect import FULL, Collector, Stats, check_finite, data_fingerprint, provenance, run_document
 from calibration.statistics import Statistics
 from qkv.errors import ScaleError
 
@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from qkv.engine import Engine
 
 log = logging.getLogger(__name__)
+
+
+def observed(
+    engine: "Engine", documents: Sequence[Sequence[int]], sink_tokens: int, progress: Callable[[int], None] | None = None
+) -> dict[int, Stats]:
+    """Statistics of all documents by layer, in memory only. progress(tokens) after each. Raises ScaleError as gather() does."""
+    collector = Collector(FULL, sink_tokens)
+    with engine.observe(collector):
+        for tokens in documents:
+            collector.begin()
+            run_document(engine, tokens)
+            if progress:
+                progress(len(tokens))
+    check_finite(collector.stats, engine.layers)
+    return collector.stats
 
 
 def gather(

@@ -19,7 +19,8 @@ class OutputErrors:
 
     Every call must be one whole document. Per layer index: errors [candidates, H] and energy [H], sums over tokens and channels
     of the squared error and of the squared exact output; mass [Hq, FIRST], sums over queries of the probability of each of the
-    first positions; queries, their number (those that could see all FIRST).
+    first positions; queries, their number (those that could see all FIRST); uniform, the share they would have if every query
+    attended alike to all it sees.
     """
 
     def __init__(self, layers: Sequence[LayerShape], candidates: Sequence[tuple[str, Quantizer]]) -> None:
@@ -29,6 +30,7 @@ class OutputErrors:
         self.energy = {la.index: torch.zeros(la.H, dtype=torch.float64) for la in layers}
         self.mass = {la.index: torch.zeros(la.Hq, FIRST, dtype=torch.float64) for la in layers}
         self.queries = {la.index: 0 for la in layers}
+        self._uniform = 0.0
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv]."""
@@ -42,10 +44,15 @@ class OutputErrors:
         if len(k) > FIRST:
             self.mass[layer] += weights[:, :, FIRST:, :FIRST].sum(2).flatten(0, 1).double().cpu()
             self.queries[layer] += len(k) - FIRST
+            self._uniform += float((1 / torch.arange(FIRST + 1, len(k) + 1)).sum())
         for i, (sides, quantizer) in enumerate(self._candidates):
             w = probabilities(shape, q, roundtrip(quantizer, n, "k", k)) if "k" in sides else weights
             out = mix(w, roundtrip(quantizer, n, "v", v) if "v" in sides else v)
             self.errors[layer][i] += (out - exact).square().sum((1, 2, 3)).double().cpu()
+
+    @property
+    def uniform(self) -> float:
+        return self._uniform / max(1, sum(self.queries.values()))
 
     def relative(self, layer: int) -> torch.Tensor:
         """float64 [candidates, H]: error over output, both as root mean squares."""

@@ -3,7 +3,7 @@
 Takes: the settings of a run. Gives: files and one row. The parts are in calibration/; this puts them in order.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,26 @@ from tqdm import tqdm
 
 from calibration import search
 from calibration.collect import quantizer_metadata
+from calibration.diagnose import diagnose
 from calibration.gather import gather
+from calibration.report import write
 from calibration.sample import Sample, Sampling, draw
 from calibration.statistics import Statistics, statistics_path
-from experiments import measure
+from experiments import cli, measure
 from experiments.base import EXPERIMENTS, Experiment, Run
-from experiments.table import console
+from experiments.held_back import score
+from experiments.record import plain
+from experiments.table import console, number
 from qkv.config import EngineConfig
 from qkv.engine import Engine
 from qkv.errors import ConfigError
-from qkv.models import load_model
+from qkv.models import LoadedModel, load_model
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile
 from qkv.validate import require
+
+_DIAGNOSED = 8  # documents on which errors per layer and head are measured
+_REPORTED = ("model", "quantizer", "quantizer_fields", "method", "data", "documents", "tokens", "sampling")
 
 
 @EXPERIMENTS.register("calibrate")
@@ -49,10 +56,7 @@ class Calibrate(Experiment):
         require(self.checkpoint_every >= 1, "checkpoint_every", self.checkpoint_every, "at least 1")
 
     def run(self, run: Run) -> None:
-        quantizer = QUANTIZERS.build(run.engine.quantizer)
-        if not quantizer.observers():
-            able = [name for name in QUANTIZERS.names() if QUANTIZERS.build(name).observers()]
-            raise ConfigError(f"quantizer {quantizer.name} has no static scales to calibrate; those that have: {', '.join(able)}")
+        quantizer = static_quantizer(run.engine)
         loaded = load_model(run.engine.model)
         sample = draw(run.data, loaded.tokenizer, self.sample, run.engine.seed)
         console().print(f"data {run.data.name}: {sample.report.line()}\n{sample.how}")
@@ -61,11 +65,15 @@ class Calibrate(Experiment):
         try:
             run.record.set("model", measure.model_part(loaded, engine))
             statistics, scales = self._calibrate(run, engine, quantizer, sample)
+            statistics.save(statistics_path(self.out))
+            scales.save(self.out)
+            self._checkpoint.unlink(missing_ok=True)
+            report = self._check(run, loaded, engine, statistics, scales, sample)
         finally:
             engine.close()
-        statistics.save(statistics_path(self.out))
-        scales.save(self.out)
-        self._checkpoint.unlink(missing_ok=True)
+        scales.save(self.out)  # with what the check found
+        write(run.folder, report)
+        self._show(run, report)
 
     @property
     def _checkpoint(self) -> Path:
@@ -101,11 +109,80 @@ class Calibrate(Experiment):
         file.validate(engine.layers, quantizer.name, engine.loaded.fingerprint)
         return statistics, file
 
+    def _check(
+        self, run: Run, loaded: LoadedModel, engine: Engine, statistics: Statistics, scales: ScaleFile, sample: Sample
+    ) -> dict[str, Any]:
+        """The report: what stands out in the statistics, and the accuracy on documents that were held back."""
+        quantizer = QUANTIZERS.build(run.engine.quantizer)
+        looked_at = [d for d in sample.held_back or sample.calibration if len(d) > 1][:_DIAGNOSED]
+        scored = [d for d in sample.held_back if len(d) > 1]
+        total = sum(map(len, [*looked_at, *scored, *scored]))
+        with tqdm(total=total, disable=not run.progress, unit=" tokens", leave=False, desc="checking") as bar:
+            found = diagnose(engine, statistics.layers, quantizer, scales.tensors, looked_at, bar.update)
+            row: dict[str, Any] = {
+                "label": measure.label(run.engine.quantizer),
+                "policy": measure.policy_part(run.engine, run.engine.quantizer, self.out),
+            }
+            if scored:
+                (result,) = score(run.engine, loaded, scored, [scales], bar.update)
+                row |= {
+                    "attention": result.attention,
+                    "memory": result.memory,
+                    "accuracy": result.part,
+                    "warnings": result.warnings,
+                }
+                run.record.data.setdefault("attention", result.attention)
+            else:
+                row["memory"] = memory(run.engine, loaded, scales)
+        check = {"saturation": {str(e["layer"]): e["saturation"] for e in found["layers"]}} | {
+            key: row["accuracy"][key] for key in ("kl_divergence", "perplexity_delta_pct", "tokens_scored") if "accuracy" in row
+        }
+        scales.metadata["check"] = check
+        row["calibration"] = {key: scales.metadata[key] for key in _REPORTED} | {"suggestions": found["suggestions"]}
+        run.add_row(row)
+        reported = {key: scales.metadata[key] for key in _REPORTED} | {"reading": sample.report.line()}
+        return plain(reported | {key: row[key] for key in ("memory", "accuracy") if key in row} | found)
+
+    def _show(self, run: Run, report: dict[str, Any]) -> None:
+        memory, accuracy = report["memory"], report.get("accuracy")
+        lines = [
+            f"{self.out}: {report['quantizer']}, {report['method']}, {report['documents']:,} documents, {report['tokens']:,} "
+            f"tokens; K {memory['effective_bits_k']:.2f} and V {memory['effective_bits_v']:.2f} bits, "
+            f"{number(memory['kv_bytes_per_token'], 0)} bytes per token"
+        ]
+        if accuracy:
+            error = accuracy.get("perplexity_delta_pct_stderr")
+            lines.append(
+                f"on {accuracy['tokens_scored']:,} tokens held back, read through the cache: "
+                f"KL {accuracy['kl_divergence']:.5f}, top-1 {100 * accuracy['top1_agreement']:.1f} %, "
+                f"perplexity {accuracy['perplexity_delta_pct']:+.2f} %" + (f" ± {error:.2f}" if error is not None else "")
+            )
+        lines += [f"- {line}" for line in report["suggestions"]["lines"]]
+        lines.append(f"report: {cli.shown(run.folder / 'report.html')}")
+        console().print("\n".join(lines), soft_wrap=True)
+
+
+def static_quantizer(config: EngineConfig) -> Quantizer:
+    """The configured quantizer. Raises ConfigError if it has nothing to calibrate."""
+    quantizer: Quantizer = QUANTIZERS.build(config.quantizer)
+    if not quantizer.observers():
+        able = [name for name in QUANTIZERS.names() if QUANTIZERS.build(name).observers()]
+        raise ConfigError(f"quantizer {quantizer.name} has no static scales to calibrate; those that have: {', '.join(able)}")
+    return quantizer
+
+
+def memory(config: EngineConfig, loaded: LoadedModel, scales: ScaleFile) -> dict[str, Any]:
+    """The row's `memory` of the configured quantizer with a pool for one short document."""
+    engine = measure.engine(measure.single_document(config, 16), loaded, config.quantizer, scales)
+    try:
+        part: dict[str, Any] = engine.metrics()["memory"]
+        return part
+    finally:
+        engine.close()
+
 
 def whole_documents(config: EngineConfig, tokens: int) -> EngineConfig:
     """An engine that runs a document of up to `tokens` tokens in one step, one at a time."""
-    from dataclasses import replace
-
     config = measure.single_document(config, tokens)
     batch = max(tokens, config.scheduler.max_num_batched_tokens)
     return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=batch))

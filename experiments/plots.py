@@ -29,3 +29,31 @@ def bars(path: Path, labels: Sequence[str], panels: Mapping[str, Sequence[float 
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
+
+
+def heat_map(
+    path: Path, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], title: str, across: str, down: str
+) -> Path:
+    """Numbers in a coloured grid, colours by logarithm. Returns `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import colors
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(1.5 + 1.2 * len(columns), 1.2 + 0.8 * len(rows)))
+    flat = [x for row in values for x in row if x > 0] or [1.0]
+    scale = colors.LogNorm(min(flat), max(max(flat), min(flat) * 1.01))
+    axis.imshow(values, cmap="YlOrRd", norm=scale, aspect="auto")
+    for i, row in enumerate(values):
+        for j, x in enumerate(row):
+            axis.text(j, i, f"{x:.2g}", ha="center", va="center", fontsize=9)
+    axis.set_xticks(range(len(columns)), columns, fontsize=8)
+    axis.set_yticks(range(len(rows)), rows, fontsize=8)
+    axis.set_xlabel(across, fontsize=9)
+    axis.set_ylabel(down, fontsize=9)
+    axis.set_title(title, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
