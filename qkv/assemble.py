@@ -60,6 +60,8 @@ class Adapter(Protocol):
     def max_positions(self) -> int | None: ...
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
+    @property
+    def forward_path(self) -> str: ...
     def close(self) -> None: ...
 
 
@@ -107,7 +109,7 @@ def build_policies(config: EngineConfig) -> Policies:
 def assemble(loaded: LoadedModel, config: EngineConfig, scales: ScaleFile | None, clock: Callable[[], float]) -> Parts:
     """Raises ConfigError, ModelError or ScaleError; the model is left as it was then."""
     policies = build_policies(config)
-    adapter = HFAdapter(loaded.model, loaded.tokenizer)
+    adapter = HFAdapter(loaded.model, loaded.tokenizer, config.runner.fused)
     try:
         return _assemble(loaded, config, scales, clock, policies, adapter)
     except BaseException:

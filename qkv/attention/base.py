@@ -118,7 +118,17 @@ class StepContext:
     backend: AttentionBackend
     meta: AttentionMetadata
     observer: Observer | None = None
-    calls: int = field(default=0)  # attention layers served; the runner checks it against the model's layer count
+    calls: int = field(default=0)  # attention layers served; the adapter checks it against the model's layer count
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The backend's attend, as a model's forward reaches it."""
+        if self.observer is not None:
+            real = self.meta.query_start_list[-1]
+            self.observer(layer, q[:real], k[:real], v[:real])
+        self.calls += 1
+        return self.backend.attend(layer, q, k, v, self.meta, sinks)
 
 
 _active = threading.local()

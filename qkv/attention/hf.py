@@ -4,7 +4,8 @@ Takes: a PreTrainedModel. Gives: the shapes of its attention layers, and logits 
 Does not know about: requests, blocks, quantizers. Never patches a model's code; transformers is imported on first use.
 
 How: one attention function is registered with transformers as "qkv" and the model is switched to it. It is not registered
-as a mask builder, so transformers builds no masks; what a row may see comes from the step's AttentionMetadata.
+as a mask builder, so transformers builds no masks; what a row may see comes from the step's AttentionMetadata. On the CPU, a
+model that fused.py recognises runs through its fused forward instead of transformers' code.
 """
 
 import inspect
@@ -15,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from qkv.attention.base import StepContext, current_context, step_context
+from qkv.attention.fused import FusedForward, NotRecognised, fuse
 from qkv.attention.probe import Probe, check_config, probe_layers
 from qkv.errors import ModelError
 from qkv.layout import LayerShape
@@ -46,11 +48,7 @@ def attention_function(
         raise ModelError("this model's attention belongs to a qkv Engine; close() the engine before using the model elsewhere")
     layer: int = module.layer_idx  # type: ignore[assignment]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if context.observer is not None:
-        real = context.meta.query_start_list[-1]
-        context.observer(layer, q[:real], k[:real], v[:real])
-    context.calls += 1
-    return context.backend.attend(layer, q, k, v, context.meta, kwargs.get("s_aux"))[None], None
+    return context.attend(layer, q, k, v, kwargs.get("s_aux"))[None], None
 
 
 class _Attachment:
@@ -58,6 +56,7 @@ class _Attachment:
 
     def __init__(self, model: "PreTrainedModel") -> None:
         self.adapters = 0
+        self.fused: FusedForward | str | None = None  # the model's fused forward, or why it has none; None: not tried yet
         configs = [model.config] + [m.config for m in model.modules() if hasattr(m, "config")]
         configs += [
             getattr(c, name) for c in configs for name in getattr(c, "sub_configs", {}) if getattr(c, name, None) is not None
@@ -77,10 +76,10 @@ class HFAdapter:
     """A model attached to our attention. Several adapters may share one model; the last close() restores it.
 
     layers: its attention layers, by layer index. Raises ModelError, leaving the model as it was, for architectures whose
-    attention a paged cache cannot stand in for.
+    attention a paged cache cannot stand in for. fused: use fused.py where it can.
     """
 
-    def __init__(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
+    def __init__(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None, fused: bool = True) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._closed = False
         accepted = inspect.signature(type(model).forward).parameters
@@ -96,6 +95,7 @@ class HFAdapter:
                     "values cannot be paged (it would silently run its own attention)"
                 )
             self.layers: list[LayerShape] = probe_layers(model, self.vocab_size)
+            self._fused = self._shared_fused() if fused else "runner.fused is false"
         except BaseException:
             self.close()
             raise
@@ -108,16 +108,39 @@ class HFAdapter:
         if self._closed:
             raise ModelError("this adapter is closed; create a new engine")
         before = context.calls
-        extra = {"logits_to_keep": logits_index} if self._keeps_logits else {}
-        with torch.inference_mode(), step_context(context):
-            out = self.model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **extra)
+        forward = self._fused.forward if isinstance(self._fused, FusedForward) else self._transformers_forward
+        with torch.inference_mode():
+            logits = forward(input_ids, positions, logits_index, context)
         if context.calls - before != len(self.layers):
             raise ModelError(
                 f"{context.calls - before} of {len(self.layers)} attention layers reached the paged cache; something changed the "
                 "model's attention implementation while the engine was open"
             )
+        return logits
+
+    def _transformers_forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_index: torch.Tensor, context: StepContext
+    ) -> torch.Tensor:
+        extra = {"logits_to_keep": logits_index} if self._keeps_logits else {}
+        with step_context(context):
+            out = self.model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **extra)
         logits: torch.Tensor = out.logits[0]
         return logits if self._keeps_logits else logits[logits_index]
+
+    def _shared_fused(self) -> FusedForward | str:
+        """The fused forward of the model, built and tried by its first adapter; or the reason why it has none."""
+        attachment = _attached[self.model]
+        if attachment.fused is None:
+            try:
+                attachment.fused = fuse(self.model, self.layers, self._transformers_forward)
+            except NotRecognised as reason:
+                attachment.fused = str(reason)
+        return attachment.fused
+
+    @property
+    def forward_path(self) -> str:
+        """Whose forward runs: "fused", or "transformers" with the reason. Goes into every record."""
+        return "fused" if isinstance(self._fused, FusedForward) else f"transformers: {self._fused}"
 
     def close(self) -> None:
         """Let go of the model; the last adapter gives it its own attention back. Calling it again does nothing."""

@@ -55,6 +55,7 @@ class SimulatedAdapter:
 
     eos_token_ids: frozenset[int] = frozenset()
     device = META
+    forward_path = "simulated"
 
     def __init__(self, model: SimulatedModel) -> None:
         self.layers: list[LayerShape] = model.dims.layer_shapes()

@@ -179,7 +179,7 @@ def test_using_an_attached_model_elsewhere_says_whose_it_is():
 
 def test_changed_attention_is_noticed():
     model = tiny_model("llama")
-    adapter = HFAdapter(model)
+    adapter = HFAdapter(model, fused=False)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ModelError, match="0 of 3 attention layers"):
         run_steps(adapter, sequences())

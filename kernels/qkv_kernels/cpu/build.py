@@ -82,9 +82,13 @@ def _build(cxx: str, extra: tuple[str, ...], target: Path) -> None:
     headers = [f"-isystem{path}" for path in include_paths()]
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
         out = Path(temporary)
-        jobs = [[cxx, *FLAGS, *extra, abi, *headers, "-c", str(SOURCES / "ops.cpp"), "-o", str(out / "ops.o")]]
-        for name, flags in sets.items():
-            jobs.append([cxx, *FLAGS, *extra, *flags, "-c", str(SOURCES / "kernels.cpp"), "-o", str(out / f"{name}.o")])
+        jobs = [
+            [cxx, *FLAGS, *extra, abi, *headers, "-c", str(source), "-o", str(out / f"{source.stem}.o")]
+            for source in sorted(SOURCES.glob("*ops.cpp"))
+        ]
+        for source in sorted(SOURCES.glob("*kernels.cpp")):
+            for name, flags in sets.items():
+                jobs.append([cxx, *FLAGS, *extra, *flags, "-c", str(source), "-o", str(out / f"{source.stem}-{name}.o")])
         objects = [job[-1] for job in jobs]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, jobs))

@@ -1,0 +1,273 @@
+// The frame's arithmetic, for the instruction set this file is compiled for; see build.py for the flags.
+//
+// Weights are read where they lie, row-major [N, K], as torch.nn.Linear keeps them. Every output is a dot product of two
+// contiguous rows, so a product of few rows streams the weights once, in order, and needs no packed copy of them; for many
+// rows a tile of ROWS x COLS dot products shares its loads. A dot product adds up in one fixed order, in float32, so a row's
+// result depends neither on the other rows of the batch nor on the number of threads.
+#include <algorithm>
+#include <vector>
+
+#include "frame_args.h"
+#include "vec.h"
+
+namespace qkv {
+namespace {
+
+constexpr int COLS = 4;
+#if VL == 16 || defined(__aarch64__)
+constexpr int ROWS = 6;  // 24 sums, 4 vectors of w and one of x, of 32 registers
+#else
+constexpr int ROWS = 2;  // of 16 registers
+#endif
+static_assert(TALL % ROWS == 0);
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+// -- VL elements as floats -----------------------------------------------------------------------------------------------
+
+INLINE VF get(const float* p) { return load<VF>(p); }
+INLINE VF get(const Bf16* p) { return (VF)(__builtin_convertvector(load<V16>(p), VU) << 16); }
+INLINE void put(float* p, VF x) { store(p, x); }
+INLINE void put(Bf16* p, VF x) {
+#if defined(__AVX512BF16__)
+  store(p, _mm512_cvtneps_pbh(x));
+#else
+  const VU u = (VU)x, rounded = (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
+  store(p, __builtin_convertvector(x == x ? rounded : rounded * 0u + 0x7fc0u, V16));
+#endif
+}
+
+template <class T>
+INLINE VF get_part(const T* p, int n) {
+  T whole[VL] = {};
+  memcpy(whole, p, n * sizeof(T));
+  return get(whole);
+}
+template <class T>
+INLINE void put_part(T* p, VF x, int n) {
+  T whole[VL];
+  put(whole, x);
+  memcpy(p, whole, n * sizeof(T));
+}
+
+// Calls f(offset, elements) for each vector of a row of n elements, and apart for what is left of it.
+template <class Whole, class Part>
+INLINE void over(int64_t n, const Whole& whole, const Part& part) {
+  int64_t i = 0;
+  for (; i + VL <= n; i += VL) whole(i);
+  if (i < n) part(i, int(n - i));
+}
+
+// -- dot products --------------------------------------------------------------------------------------------------------
+
+// One step along K: WIDTH elements of a row of x times those of a row of w, added to VL partial sums.
+template <class T>
+struct Step;
+
+template <>
+struct Step<float> {
+  static constexpr int WIDTH = VL;
+  static FORCE VF mac(VF acc, VF a, VF b) { return madd(a, b, acc); }
+};
+
+template <>
+struct Step<Bf16> {
+  static constexpr int WIDTH = 2 * VL;
+#if defined(__AVX512BF16__)
+  static FORCE VF mac(VF acc, VF a, VF b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+#else
+  static FORCE VF mac(VF acc, VF a, VF b) {
+    acc = madd((VF)((VU)a << 16), (VF)((VU)b << 16), acc);
+    return madd((VF)((VU)a & 0xffff0000u), (VF)((VU)b & 0xffff0000u), acc);
+  }
+#endif
+};
+
+template <class T>
+INLINE VF raw_part(const T* p, int64_t n) {
+  VF v = {};
+  memcpy(&v, p, n * sizeof(T));
+  return v;
+}
+
+// out[i] = sum of the lanes of a[i]
+INLINE void sum4(const VF (&a)[COLS], float* out) {
+#if VL == 16  // transposed while adding: 13 instructions for four sums
+  const __m512 ab = _mm512_unpacklo_ps(a[0], a[1]) + _mm512_unpackhi_ps(a[0], a[1]);
+  const __m512 cd = _mm512_unpacklo_ps(a[2], a[3]) + _mm512_unpackhi_ps(a[2], a[3]);
+  const __m512 all = (__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd) + (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
+  const __m256 half = _mm512_castps512_ps256(all) + (__m256)_mm512_extractf64x4_pd((__m512d)all, 1);
+  _mm_storeu_ps(out, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+#else
+  for (int i = 0; i < COLS; i++) out[i] = hsum(a[i]);
+#endif
+}
+
+// sums[r * WIDE + c] = x[r] . w[c] for R rows of x and COLS rows of w. FETCH: bring in the weights after next, in the pass
+// that reads them from memory.
+template <class T, int R, bool FETCH>
+void tile(const T* x, const T* const (&w)[COLS], int64_t K, float* sums) {
+  using S = Step<T>;
+  VF acc[R][COLS] = {};
+  int64_t k = 0;
+  for (; k + S::WIDTH <= K; k += S::WIDTH) {
+    VF b[COLS];
+    for (int c = 0; c < COLS; c++) {
+      b[c] = load<VF>(w[c] + k);
+      if (FETCH) __builtin_prefetch(w[c] + 2 * COLS * K + k);
+    }
+    for (int r = 0; r < R; r++) {
+      const VF a = load<VF>(x + r * K + k);
+      for (int c = 0; c < COLS; c++) acc[r][c] = S::mac(acc[r][c], a, b[c]);
+    }
+  }
+  if (k < K)
+    for (int r = 0; r < R; r++) {
+      const VF a = raw_part(x + r * K + k, K - k);
+      for (int c = 0; c < COLS; c++) acc[r][c] = S::mac(acc[r][c], a, raw_part(w[c] + k, K - k));
+    }
+  for (int r = 0; r < R; r++) sum4(acc[r], sums + r * WIDE);
+}
+
+template <class T, int R = ROWS>
+void tile_of(int rows, bool fetch, const T* x, const T* const (&w)[COLS], int64_t K, float* sums) {
+  if constexpr (R > 1) {
+    if (rows < R) return tile_of<T, R - 1>(rows, fetch, x, w, K, sums);
+  }
+  fetch ? tile<T, R, true>(x, w, K, sums) : tile<T, R, false>(x, w, K, sums);
+}
+
+// sums[r * WIDE + i] = x[r] . w[i] for `rows` <= ROWS rows of x and n <= WIDE rows of w
+template <class T>
+void products(const T* x, int rows, const T* w, int64_t n, int64_t K, bool fetch, float* sums) {
+  for (int64_t i = 0; i < n; i += COLS) {
+    const T* at[COLS];
+    for (int64_t c = 0; c < COLS; c++) at[c] = w + std::min(i + c, n - 1) * K;
+    tile_of<T>(rows, fetch, x, at, K, sums + i);
+  }
+}
+
+// -- projections ---------------------------------------------------------------------------------------------------------
+
+INLINE VF sigmoid(VF x) { return 1.f / (1.f + exp2v(vmin(x * -1.4426950409f, splat(127.f)))); }
+
+INLINE VF activate(VF x, Activation kind) {
+  if (kind == SILU) return x * sigmoid(x);
+  if (kind == GELU_TANH) return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));  // 2 sqrt(2 / pi); tanh as a sigmoid
+  VF y;
+  for (int i = 0; i < VL; i++) y[i] = 0.5f * x[i] * (1 + erff(x[i] * 0.70710678f));
+  return y;
+}
+
+template <class T>
+void write(T* y, const float* sums, const T* bias, int64_t n) {
+  over(
+      n, [&](int64_t i) { put(y + i, bias ? get(sums + i) + get(bias + i) : get(sums + i)); },
+      [&](int64_t i, int part) {
+        const VF s = get_part(sums + i, part);
+        put_part(y + i, bias ? s + get_part(bias + i, part) : s, part);
+      });
+}
+
+template <class T>
+void linear_typed(const Linear& c, int64_t n0, int64_t n, int64_t t0, int64_t rows) {
+  alignas(64) float sums[ROWS * WIDE], ups[ROWS * WIDE];
+  const T *x = static_cast<const T*>(c.x), *w = static_cast<const T*>(c.w) + n0 * c.K;
+  const T* up = c.up ? static_cast<const T*>(c.up) + n0 * c.K : nullptr;
+  const T* bias = c.bias ? static_cast<const T*>(c.bias) + n0 : nullptr;
+  T* y = static_cast<T*>(c.y) + n0;
+  for (int64_t t = t0; t < t0 + rows; t += ROWS) {
+    const int r = std::min<int64_t>(ROWS, t0 + rows - t);
+    products(x + t * c.K, r, w, n, c.K, t == t0, sums);
+    if (up) {
+      products(x + t * c.K, r, up, n, c.K, t == t0, ups);
+      for (int i = 0; i < r; i++)
+        for (int64_t j = i * WIDE; j < i * WIDE + n; j += VL) put(sums + j, activate(get(sums + j), c.activation) * get(ups + j));
+    }
+    for (int i = 0; i < r; i++) write(y + (t + i) * c.stride, sums + i * WIDE, bias, n);
+  }
+}
+
+void linear(const Linear& c, int64_t n0, int64_t n, int64_t t0, int64_t rows) {
+  c.bf16 ? linear_typed<Bf16>(c, n0, n, t0, rows) : linear_typed<float>(c, n0, n, t0, rows);
+}
+
+// -- row by row ----------------------------------------------------------------------------------------------------------
+
+// y = x / rms(x) * (weight + offset)
+template <class X, class W, class Y>
+void normalize(const X* x, const W* weight, float offset, float eps, int64_t n, Y* y) {
+  VF squares = {};
+  over(
+      n, [&](int64_t i) { squares = madd(get(x + i), get(x + i), squares); },
+      [&](int64_t i, int part) { squares = madd(get_part(x + i, part), get_part(x + i, part), squares); });
+  const float scale = 1.f / sqrtf(hsum(squares) / n + eps);
+  over(
+      n, [&](int64_t i) { put(y + i, get(x + i) * scale * (get(weight + i) + offset)); },
+      [&](int64_t i, int part) {
+        put_part(y + i, get_part(x + i, part) * scale * (get_part(weight + i, part) + offset), part);
+      });
+}
+
+template <class T>
+void norm_typed(const Norm& c, int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; t++) {
+    T* x = static_cast<T*>(c.x) + t * c.K;
+    if (c.add) {
+      const T* add = static_cast<const T*>(c.add) + t * c.K;
+      over(
+          c.K, [&](int64_t i) { put(x + i, get(x + i) + get(add + i) * c.scale); },
+          [&](int64_t i, int part) { put_part(x + i, get_part(x + i, part) + get_part(add + i, part) * c.scale, part); });
+    }
+    normalize(x, static_cast<const T*>(c.weight), c.offset, c.eps, c.K, static_cast<T*>(c.y) + t * c.K);
+  }
+}
+
+void norm(const Norm& c, int64_t begin, int64_t end) {
+  c.bf16 ? norm_typed<Bf16>(c, begin, end) : norm_typed<float>(c, begin, end);
+}
+
+template <class T>
+void rope_typed(const Rope& c, int64_t begin, int64_t end) {
+  const int64_t half = c.turned / 2;
+  std::vector<float> buffer(c.D + 2 * c.turned);
+  float *head = buffer.data(), *cos = head + c.D, *sin = cos + c.turned;
+  const auto copy = [](float* to, const T* from, int64_t n) {
+    over(n, [&](int64_t i) { put(to + i, get(from + i)); }, [&](int64_t i, int part) { put_part(to + i, get_part(from + i, part), part); });
+  };
+  for (int64_t t = begin; t < end; t++) {
+    copy(cos, static_cast<const T*>(c.cos) + t * c.turned, c.turned);
+    copy(sin, static_cast<const T*>(c.sin) + t * c.turned, c.turned);
+    for (int64_t h = 0; h < c.turning_heads; h++) {
+      T* x = static_cast<T*>(c.qkv) + (t * c.heads + h) * c.D;
+      const auto* weight = static_cast<const T*>(h < c.query_heads ? c.q_weight : c.k_weight);
+      weight ? normalize(x, weight, c.offset, c.eps, c.D, head) : copy(head, x, c.D);
+      for (int64_t i = 0; i < half; i++) {
+        const float a = head[i], b = head[i + half];
+        head[i] = a * cos[i] - b * sin[i];
+        head[i + half] = b * cos[i + half] + a * sin[i + half];
+      }
+      write(x, head, static_cast<const T*>(nullptr), c.D);
+    }
+  }
+}
+
+void rope(const Rope& c, int64_t begin, int64_t end) {
+  c.bf16 ? rope_typed<Bf16>(c, begin, end) : rope_typed<float>(c, begin, end);
+}
+
+}  // namespace
+
+#define JOIN(a, b) a##b
+#define NAME(isa) JOIN(isa, _frame)
+#define TEXT(a) #a
+#define QUOTED(a) TEXT(a)
+
+const Frame* NAME(QKV_ISA)() {
+  static const Frame frame = {QUOTED(QKV_ISA), linear, norm, rope};
+  return &frame;
+}
+
+}  // namespace qkv
