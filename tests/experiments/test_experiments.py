@@ -38,7 +38,7 @@ def test_compare_fills_every_part_of_the_record(tmp_path: Path, capsys: pytest.C
         "dtype": "float32",
         "parameters": record["model"]["parameters"],
     }
-    assert set(record["attention"]) == {"backend", "reads", "reason"}
+    assert set(record["attention"]) == {"backend", "reads", "reason", "forward"}
     for label, row in rows.items():
         assert {"policy", "memory", "speed", "cache", "accuracy"} <= set(row), label
         assert row["policy"]["prefix_caching"] is True
