@@ -26,22 +26,42 @@ if TYPE_CHECKING:
     from qkv.engine import Engine
 
 Stats = dict[str, torch.Tensor]
-Reduce = Callable[[torch.Tensor, int], torch.Tensor | None]
+Reduce = Callable[[torch.Tensor, int, int], torch.Tensor | None]
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
-# name without "k_" or "v_" -> (over the tokens of one call, x [T, H, D] of which the first `sinks` rows open a document -> the
-# statistic, or None if no row concerns it; how calls, documents and shards combine: exactly, in any order).
+_LARGEST = torch.finfo(torch.float32).max  # of a position that no document reached: finite, and neutral
+
+
+def _of_body(x: torch.Tensor, start: int, sinks: int, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+    body = x[max(0, sinks - start) :]
+    return reduce(body) if len(body) else None
+
+
+def _of_sinks(x: torch.Tensor, start: int, sinks: int, neutral: float) -> torch.Tensor | None:
+    if start >= sinks:
+        return None
+    out = x.new_full((sinks, *x.shape[1:]), neutral)
+    rows = x[: sinks - start]
+    out[start : start + len(rows)] = rows
+    return out
+
+
+# name without "k_" or "v_" -> (over the tokens of one call: x [T, H, D], the position of its first row in the document, how many
+# positions count as sinks -> the statistic, or None if no row concerns it; how calls, documents and shards combine: exactly, in
+# any order). The body is all but the sinks.
 _KINDS: dict[str, tuple[Reduce, Combine]] = {
-    "channel_absmax": (lambda x, _: x.abs().amax(0), torch.maximum),  # [H, D]
-    "channel_max": (lambda x, _: x.amax(0), torch.maximum),  # [H, D]
-    "channel_min": (lambda x, _: x.amin(0), torch.minimum),  # [H, D]
-    "head_absmax": (lambda x, _: x.abs().amax((0, 2)), torch.maximum),  # [H]
-    "sink_max": (lambda x, sinks: x[:sinks].amax(0) if sinks else None, torch.maximum),  # [H, D], of the first tokens only
-    "sink_min": (lambda x, sinks: x[:sinks].amin(0) if sinks else None, torch.minimum),  # [H, D]
-    "histogram": (lambda x, sinks: histogram.count(x[sinks:]) if len(x) > sinks else None, torch.add),  # [H, D, BINS], the others
-    "token_histogram": (lambda x, _: histogram.count(x.abs().amax(-1)), torch.add),  # [H, BINS], of each token's absmax
+    "channel_absmax": (lambda x, *_: x.abs().amax(0), torch.maximum),  # [H, D]
+    "channel_max": (lambda x, *_: x.amax(0), torch.maximum),  # [H, D]
+    "channel_min": (lambda x, *_: x.amin(0), torch.minimum),  # [H, D]
+    "head_absmax": (lambda x, *_: x.abs().amax((0, 2)), torch.maximum),  # [H]
+    "body_max": (lambda x, at, n: _of_body(x, at, n, lambda x: x.amax(0)), torch.maximum),  # [H, D]
+    "body_min": (lambda x, at, n: _of_body(x, at, n, lambda x: x.amin(0)), torch.minimum),  # [H, D]
+    "sink_max": (lambda x, at, n: _of_sinks(x, at, n, -_LARGEST), torch.maximum),  # [sinks, H, D], by position
+    "sink_min": (lambda x, at, n: _of_sinks(x, at, n, _LARGEST), torch.minimum),  # [sinks, H, D]
+    "histogram": (lambda x, at, n: _of_body(x, at, n, histogram.count), torch.add),  # [H, D, BINS], of the body
+    "token_histogram": (lambda x, *_: histogram.count(x.abs().amax(-1)), torch.add),  # [H, BINS], of each token's absmax
 }
 STATISTICS = {f"{side}_{name}": (side, *kind) for side in "kv" for name, kind in _KINDS.items()}
 FULL = tuple(name for name in STATISTICS if not name.endswith("absmax"))  # what every method and the report need
@@ -49,14 +69,17 @@ HISTOGRAM_LIMIT = 2**31 - 1  # tokens that an int32 count holds
 
 
 class Collector:
-    """An observer that keeps running statistics of every layer, whatever the batch. sink_tokens: how many tokens at the start of
-    a document count as attention sinks; call begin() before each document then, and run documents one at a time."""
+    """An observer that keeps running statistics of every layer, whatever the batch.
 
-    def __init__(self, names: Sequence[str], sink_tokens: int = 0) -> None:
+    sink_tokens: how many tokens at the start of a document count as attention sinks. skip: tokens at the start of a document
+    that no statistic sees. With either, run documents one at a time and call begin() before each.
+    """
+
+    def __init__(self, names: Sequence[str], sink_tokens: int = 0, skip: int = 0) -> None:
         unknown = sorted(set(names) - set(STATISTICS))
         if unknown:
             raise ConfigError(f"calibration cannot collect {', '.join(unknown)}; it collects: {', '.join(sorted(STATISTICS))}")
-        self.names, self.sink_tokens = sorted(names), sink_tokens
+        self.names, self.sink_tokens, self.skip = sorted(names), sink_tokens, skip
         self.stats: dict[int, Stats] = {}
         self._position: dict[int, int] = {}
 
@@ -66,14 +89,19 @@ class Collector:
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv] of real tokens."""
-        if not len(k):
-            return
         start = self._position.get(layer, 0)
         self._position[layer] = start + len(k)
-        sinks = max(0, min(len(k), self.sink_tokens - start))
-        sides = {"k": k.detach().float(), "v": v.detach().float()}
-        new = {name: reduce(sides[side], sinks) for name in self.names for side, reduce, _ in [STATISTICS[name]]}
-        self.stats[layer] = combined(self.stats.get(layer, {}), {n: s.cpu() for n, s in new.items() if s is not None})
+        drop = max(0, self.skip - start)
+        if len(k) <= drop:
+            return
+        sides = {"k": k[drop:].detach().float(), "v": v[drop:].detach().float()}
+        new = {}
+        for name in self.names:
+            side, reduce, _ = STATISTICS[name]
+            value = reduce(sides[side], start + drop, self.sink_tokens)
+            if value is not None:
+                new[name] = value.cpu()
+        self.stats[layer] = combined(self.stats.get(layer, {}), new)
 
 
 def combined(a: Stats, b: Stats) -> Stats:
@@ -96,6 +124,11 @@ def check_finite(stats: dict[int, Stats], layers: Sequence[LayerShape]) -> None:
             raise ScaleError(
                 f"calibration: layer {layer.index}: {', '.join(bad)} is not finite; the model overflows in its dtype"
             )
+
+
+def raw_sinks(quantizer: Quantizer) -> int:
+    """Tokens at the start of a document that the quantizer keeps raw, so that no range needs to hold them."""
+    return int(getattr(quantizer, "sink_tokens", 0))
 
 
 def data_fingerprint(documents: Sequence[Sequence[int]]) -> str:
@@ -135,9 +168,10 @@ def calibrate(
     documents = [list(tokens) for tokens in token_lists if tokens]
     if not documents:
         raise ScaleError("calibration got no tokens; give documents with text")
-    collector = Collector(sorted(quantizer.observers()))
+    collector = Collector(sorted(quantizer.observers()), skip=raw_sinks(quantizer))
     with engine.observe(collector):
         for i, tokens in enumerate(documents):
+            collector.begin()
             run_document(engine, tokens)
             if progress:
                 progress(i + 1, len(documents))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from calibration.collect import raw_sinks
 from qkv.layout import LayerShape
 from qkv.policies.quantizer.base import Quantizer
 
@@ -46,8 +47,8 @@ class OutputErrors:
             self.queries[layer] += len(k) - FIRST
             self._uniform += float((1 / torch.arange(FIRST + 1, len(k) + 1)).sum())
         for i, (sides, quantizer) in enumerate(self._candidates):
-            w = probabilities(shape, q, roundtrip(quantizer, n, "k", k)) if "k" in sides else weights
-            out = mix(w, roundtrip(quantizer, n, "v", v) if "v" in sides else v)
+            w = probabilities(shape, q, _stored(quantizer, n, "k", k)) if "k" in sides else weights
+            out = mix(w, _stored(quantizer, n, "v", v) if "v" in sides else v)
             self.errors[layer][i] += (out - exact).square().sum((1, 2, 3)).double().cpu()
 
     @property
@@ -74,6 +75,14 @@ def probabilities(layer: LayerShape, q: torch.Tensor, k: torch.Tensor) -> torch.
 def mix(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """weights [H, G, T, S], v [S, H, D] -> [H, G, T, D]."""
     return torch.einsum("hgts,shd->hgtd", weights, v)
+
+
+def _stored(quantizer: Quantizer, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
+    """What attention reads of a whole document: the first tokens raw where the quantizer keeps them so."""
+    out = roundtrip(quantizer, layer, side, x)
+    raw = raw_sinks(quantizer)
+    out[:raw] = x[:raw]
+    return out
 
 
 def roundtrip(quantizer: Quantizer, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:

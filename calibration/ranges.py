@@ -19,19 +19,23 @@ class Range(NamedTuple):
     high: torch.Tensor
 
 
-def seen(stats: Stats, side: str) -> Range:
-    """All that was seen of K ("k") or V ("v"): nothing saturates."""
+def seen(stats: Stats, side: str, raw: int = 0) -> Range:
+    """All that was seen of K ("k") or V ("v"), but for the first `raw` tokens of a document: nothing else saturates."""
+    if raw and f"{side}_body_min" in stats:
+        return cover_sinks(Range(stats[f"{side}_body_min"], stats[f"{side}_body_max"]), stats, side, raw)
     return Range(stats[f"{side}_channel_min"], stats[f"{side}_channel_max"])
 
 
-def percentile(stats: Stats, side: str, keep: float) -> Range:
+def percentile(stats: Stats, side: str, keep: float, raw: int = 0) -> Range:
     """The middle `keep` percent of every channel's values, half of the rest cut on each side; attention sinks are not clipped."""
+    full = seen(stats, side, raw)
+    counts = stats.get(f"{side}_histogram")
+    if counts is None:  # every document was shorter than its sinks
+        return full
     outside = (1 - keep / 100) / 2
-    counts = stats[f"{side}_histogram"]
-    full = seen(stats, side)
     low = torch.maximum(histogram.quantile(counts, outside), full.low)  # a quantile is read off a bin, an extreme is exact
     high = torch.minimum(histogram.quantile(counts, 1 - outside), full.high)
-    return cover_sinks(Range(low, high), stats, side)
+    return cover_sinks(Range(low, high), stats, side, raw)
 
 
 def narrowed(full: Range, factor: float, symmetric: bool) -> Range:
@@ -40,11 +44,13 @@ def narrowed(full: Range, factor: float, symmetric: bool) -> Range:
     return Range(middle + (full.low - middle) * factor, middle + (full.high - middle) * factor)
 
 
-def cover_sinks(r: Range, stats: Stats, side: str) -> Range:
-    """Widened to what the sink tokens need. They are few, so an average would sacrifice them, but all tokens attend to them."""
-    if f"{side}_sink_min" not in stats:
+def cover_sinks(r: Range, stats: Stats, side: str, raw: int = 0) -> Range:
+    """Widened to what the sink tokens need, but for the first `raw`, which the quantizer does not encode. Sinks are few, so an
+    average would sacrifice them, but all tokens attend to them."""
+    low, high = stats.get(f"{side}_sink_min"), stats.get(f"{side}_sink_max")
+    if low is None or high is None or raw >= len(low):
         return r
-    return Range(torch.minimum(r.low, stats[f"{side}_sink_min"]), torch.maximum(r.high, stats[f"{side}_sink_max"]))
+    return Range(torch.minimum(r.low, low[raw:].amin(0)), torch.maximum(r.high, high[raw:].amax(0)))
 
 
 def as_statistics(names: Iterable[str], k: Range, v: Range) -> Stats:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from calibration.collect import raw_sinks
 from qkv.layout import STATIC_SCALES, KVFormat, LayerShape
 from qkv.policies.quantizer.base import Quantizer
 from qkv_kernels.reference import codec
@@ -38,11 +39,14 @@ def static_range(fmt: KVFormat, scale: torch.Tensor, zero: torch.Tensor | None) 
 
 
 class Saturation:
-    """fits: {layer index: {"k", "v": Fit}}; a side without static scales has no entry: its range follows every token."""
+    """fits: {layer index: {"k", "v": Fit}}; a side without static scales has no entry: its range follows every token.
+
+    Every call is a whole document: its first tokens do not count where the quantizer keeps them raw.
+    """
 
     def __init__(self, layers: Sequence[LayerShape], quantizer: Quantizer) -> None:
         self._index = {layer.index: n for n, layer in enumerate(layers)}
-        self._quantizer = quantizer
+        self._quantizer, self._raw = quantizer, raw_sinks(quantizer)
         self.fits: dict[int, dict[str, Fit]] = {layer.index: {} for layer in layers}
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -52,7 +56,7 @@ class Saturation:
             heads = slice(ranges.heads.start, ranges.heads.stop)
             for side, fmt, x, scale, zero in (("k", ranges.k, k, s.k_scale, s.k_zero), ("v", ranges.v, v, s.v_scale, s.v_zero)):
                 if fmt.scale in STATIC_SCALES and scale is not None:
-                    _add(self.fits[layer].setdefault(side, Fit()), x[:, heads].float(), fmt, scale, zero)
+                    _add(self.fits[layer].setdefault(side, Fit()), x[self._raw :, heads].float(), fmt, scale, zero)
 
 
 def _add(fit: Fit, x: torch.Tensor, fmt: KVFormat, scale: torch.Tensor, zero: torch.Tensor | None) -> None:
@@ -63,4 +67,5 @@ def _add(fit: Fit, x: torch.Tensor, fmt: KVFormat, scale: torch.Tensor, zero: to
     fit.elements += x.numel()
     fit.outside += int(((x < low - slack) | (x > high + slack)).sum())
     middle, half = (low + high) / 2, (high - low) / 2
-    fit.reach = max(fit.reach, float(((x - middle).abs() / half).max()))
+    if len(x):
+        fit.reach = max(fit.reach, float(((x - middle).abs() / half).max()))

@@ -7,7 +7,8 @@
 
 With `percentile` and `mse` the first tokens of every document (attention sinks) are kept out of the statistics and ranges are
 widened to hold them: squared error alone would wreck them, since they are few. `output` needs no such rule, it sees what a
-clipped sink does to everybody else. Sources: clipping by squared error as in OCTAV (Sakr et al. 2022) and SKVQ (Duanmu et al.
+clipped sink does to everybody else. Sinks that the quantizer keeps raw (protected) count for no method.
+Sources: clipping by squared error as in OCTAV (Sakr et al. 2022) and SKVQ (Duanmu et al.
 2024), by the output of the operation as in AWQ (Lin et al. 2024); theirs are about weights or groups, ours about static
 scales of a KV cache, and the error is measured with the quantizer's own encode and decode, whatever its format.
 
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from calibration import histogram
-from calibration.collect import Stats, run_document
+from calibration.collect import Stats, raw_sinks, run_document
 from calibration.output import OutputErrors, roundtrip
 from calibration.ranges import Range, as_statistics, cover_sinks, is_symmetric, narrowed, percentile, seen
 from qkv.errors import ConfigError
@@ -45,24 +46,28 @@ def tensors(
     names = quantizer.observers()
     if method == "mse":
         return at(quantizer, stats, least_squares(quantizer, stats, layers), cover=True)
-    pick: Callable[[Stats, str], Range] = seen if method == "absmax" else lambda s, side: percentile(s, side, keep)
+    raw = raw_sinks(quantizer)
+
+    def pick(s: Stats, side: str) -> Range:
+        return seen(s, side, raw) if method == "absmax" else percentile(s, side, keep, raw)
+
     return quantizer.tensors_from_stats({i: as_statistics(names, pick(s, "k"), pick(s, "v")) for i, s in stats.items()})
 
 
 def at(quantizer: Quantizer, stats: Mapping[int, Stats], choices: Choices, cover: bool) -> dict[str, torch.Tensor]:
     """Tensors with each channel's or head's own step of the ladder."""
     names = quantizer.observers()
-    symmetric, ladder = is_symmetric(names), torch.tensor(LADDER)
+    symmetric, ladder, raw = is_symmetric(names), torch.tensor(LADDER), raw_sinks(quantizer)
     out = {}
     for i, s in stats.items():
-        chosen = {side: _narrow(s, side, ladder[choices[i][side]], symmetric, cover) for side in "kv"}
+        chosen = {side: _narrow(s, side, ladder[choices[i][side]], symmetric, cover, raw) for side in "kv"}
         out[i] = as_statistics(names, chosen["k"], chosen["v"])
     return quantizer.tensors_from_stats(out)
 
 
-def _narrow(stats: Stats, side: str, factor: Any, symmetric: bool, cover: bool) -> Range:
-    r = narrowed(seen(stats, side), factor, symmetric)
-    return cover_sinks(r, stats, side) if cover else r
+def _narrow(stats: Stats, side: str, factor: Any, symmetric: bool, cover: bool, raw: int) -> Range:
+    r = narrowed(seen(stats, side, raw), factor, symmetric)
+    return cover_sinks(r, stats, side, raw) if cover else r
 
 
 def candidates(quantizer: Quantizer, stats: Mapping[int, Stats], layers: Sequence[LayerShape], cover: bool) -> list[Quantizer]:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from calibration.collect import Collector, calibrate
+from calibration.collect import FULL, Collector, calibrate
+from calibration.ranges import percentile, seen
 from qkv.engine import Engine
 from qkv.errors import ConfigError, ScaleError
 from qkv.models import LoadedModel, load_model
@@ -102,5 +103,44 @@ def test_values_that_are_not_finite_are_refused(engine: Engine, monkeypatch: pyt
 
 
 def test_a_statistic_nobody_collects_is_named() -> None:
-    with pytest.raises(ConfigError, match="cannot collect k_median; it collects: k_channel_absmax"):
+    with pytest.raises(ConfigError, match="cannot collect k_median; it collects: k_body_max, k_body_min, k_channel_absmax"):
         Collector(["k_median"])
+
+
+def test_sinks_and_body_are_kept_apart_however_a_document_is_chunked() -> None:
+    names = ["k_body_max", "k_body_min", "k_sink_max", "k_sink_min", "k_histogram"]
+    documents = [torch.randn(n, 2, 16) for n in (20, 2, 9)]
+    whole, pieces = Collector(names, sink_tokens=4), Collector(names, sink_tokens=4)
+    for x in documents:
+        whole.begin()
+        whole(0, x, x, x)
+        pieces.begin()
+        for part in (slice(0, 3), slice(3, 7), slice(7, None)):
+            pieces(0, x[part], x[part], x[part])
+    for name in names:
+        assert torch.equal(whole.stats[0][name], pieces.stats[0][name]), name
+    assert torch.equal(whole.stats[0]["k_body_max"], torch.cat([x[4:] for x in documents]).amax(0))
+    assert torch.equal(whole.stats[0]["k_sink_max"][1], torch.stack([x[1] for x in documents]).amax(0))
+    assert torch.equal(whole.stats[0]["k_sink_min"][3], torch.stack([x[3] for x in documents if len(x) > 3]).amin(0))
+    assert whole.stats[0]["k_histogram"].sum(-1).eq(16 + 5).all()
+    skipped = Collector(["k_channel_max"], skip=4)
+    for x in documents:
+        skipped.begin()
+        skipped(0, x[:3], x[:3], x[:3])
+        skipped(0, x[3:], x[3:], x[3:])
+    assert torch.equal(skipped.stats[0]["k_channel_max"], whole.stats[0]["k_body_max"])
+
+
+def test_ranges_leave_out_what_the_quantizer_keeps_raw() -> None:
+    x = torch.randn(300, 1, 4)
+    x[0], x[1] = 100.0, 50.0
+    collector = Collector(FULL, sink_tokens=2)
+    collector(0, x, x, x)
+    stats = collector.stats[0]
+    body = x[2:].amax(0)
+    assert torch.equal(seen(stats, "k").high, torch.full((1, 4), 100.0))
+    assert torch.equal(seen(stats, "k", raw=1).high, torch.full((1, 4), 50.0))
+    assert torch.equal(seen(stats, "k", raw=2).high, body)
+    assert torch.equal(percentile(stats, "k", 99.0).high, torch.full((1, 4), 100.0))
+    assert torch.equal(percentile(stats, "k", 99.0, raw=1).high, torch.full((1, 4), 50.0))
+    assert (percentile(stats, "k", 99.0, raw=2).high < body).all()
