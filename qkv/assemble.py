@@ -15,7 +15,8 @@ from qkv.attention.hf import HFAdapter
 from qkv.cache.block_manager import BlockManager
 from qkv.cache.host_pool import HostPool
 from qkv.cache.prefix import PrefixHasher
-from qkv.cache.sizing import PoolSize, size_pool
+from qkv.cache.raw_slots import SinkSlots, TailSlots
+from qkv.cache.sizing import PoolSize, RawRows, size_pool
 from qkv.cache.store import KVStore, block_bytes
 from qkv.config import EngineConfig
 from qkv.errors import ConfigError
@@ -197,6 +198,7 @@ def build_frame(
     """Pool, store, scheduler and intake. free_bytes: of the device, where it is not this machine's. Raises ConfigError."""
     layers, quantizer, allocator = adapter.layers, policies.quantizer, policies.allocator
     B, max_model_len = allocator.block_size, _max_model_len(config, adapter)
+    raw, slots = RawRows.of(layers, formats, B, adapter.dtype), config.scheduler.max_num_seqs
     pool = size_pool(
         config.cache,
         block_bytes=block_bytes(layers, formats, B),
@@ -204,6 +206,7 @@ def build_frame(
         wanted_blocks=1 + config.scheduler.max_num_seqs * -(-max_model_len // B),
         device=adapter.device,
         free_bytes=free_bytes,
+        raw_bytes=slots * raw.slot_bytes,
     )
     allocator.bind(pool.num_blocks, policies.evictor, -(-max_model_len // B))
     scale_id = scales.fingerprint() if scales is not None else "none"
@@ -216,16 +219,31 @@ def build_frame(
         host_blocks=pool.host_blocks,
         fingerprint=f"{quantizer.fingerprint()}:{scale_id}",
         poison=config.cache.poison,
+        slots=slots,
+        raw_dtype=adapter.dtype,
     )
     identity = (fingerprint, str(adapter.dtype), quantizer.fingerprint(), scale_id, config.attention.reads)
-    hasher = PrefixHasher(config.cache.prefix_hash, B, identity) if config.cache.enable_prefix_caching else None
-    host, watermark = HostPool(pool.host_blocks), config.scheduler.watermark
-    manager = BlockManager(allocator, hasher, host, Recorder(), watermark, store.block_bytes)
+    # With tail_blocks a hit would need raw rows of the blocks before the first new token. Recomputing them exactly takes the raw
+    # rows of the blocks before those, one layer down, and so on: nothing short of the whole prefix will do.
+    sharing = config.cache.enable_prefix_caching and not raw.tail_blocks
+    manager = BlockManager(
+        allocator,
+        PrefixHasher(config.cache.prefix_hash, B, identity) if sharing else None,
+        HostPool(pool.host_blocks),
+        Recorder(),
+        config.scheduler.watermark,
+        store.block_bytes,
+        tails=TailSlots(slots) if raw.tails else None,
+        sinks=SinkSlots(slots) if raw.sink_tokens else None,
+        raw_host_blocks=-(-raw.slot_bytes // store.block_bytes),
+    )
     scheduler = Scheduler(manager, policies.preemptor, config.scheduler, CostModel(B, store.block_bytes))
     intake = Intake(tokenizer, adapter.vocab_size, max_model_len, allocator.max_tokens())
     static = any(t is not None for i in range(len(layers)) for s in quantizer.statics(i) for t in s)
     source = f"scale file: {config.scales or scale_id}" if scales is not None else "defaults" if static else "none needed"
     warnings = [*(scales.warnings if scales is not None else []), *quantizer.warnings()]
+    if config.cache.enable_prefix_caching and not sharing:
+        warnings.append(f"prefix caching is off: with tail_blocks={raw.tail_blocks} a cached prefix lacks rows that are read raw")
     return Frame(intake, scheduler, store, pool, source, warnings)
 
 

@@ -6,6 +6,8 @@ H kv heads · Hq query heads · G = Hq/H · D head dim (Dk of K, Dv of V) · Dp 
 Pool, per layer and head range, for K and for V:
     codes         [N, H, B, Dp]     KVFormat.storage
     scale (zero)  [N, H, B] | [N, H, B, D/group] | [N, H, D]    for "token" | "token_group" | "block_channel"
+    tail          [slots, H, (tail_blocks + 1) * B, D]    the raw rows of a request that block-unit formats have not encoded
+    sink          [slots, H, sink_tokens, D]              the raw first rows of a sequence, shared by who shares its first block
 Static scales ("tensor" [], "head" [H], "channel" [H, D]) belong to the quantizer. Kernels take strides.
 """
 
@@ -43,7 +45,10 @@ class HeadFormat(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Encoded K or V of T tokens. data [T, H, Dp]; scale and zero [T, H] or [T, H, D/group], None where static or absent."""
+    """Encoded K or V of T tokens. data [T, H, Dp]; scale and zero [T, H] or [T, H, D/group], None where static or absent.
+
+    Of n whole blocks, for block-unit formats: [n, B, ...] for [T, ...], and scale and zero [n, H, D] for "block_channel".
+    """
 
     data: torch.Tensor
     scale: torch.Tensor | None = None
@@ -72,6 +77,8 @@ class AttentionMetadata:
     query_start [R+1] int32: row where each request's tokens begin; query_start[R] is the first padding row.
     slots       [T] int64: block * B + offset where each row is stored; -1 for padding rows, which write nothing.
     positions   [T] int64: index of each row's token in its sequence; 0 for padding.
+    tail_slots  [R] int64: slot of each request's raw tail; None where no format has one. Token p is row p % tail rows of it.
+    sink_slots  [R] int64: slot of the raw first tokens of each request's sequence; None where no format has them.
     The *_list copies are the same numbers on the host, so that a backend plans without synchronising.
     """
 
@@ -84,3 +91,5 @@ class AttentionMetadata:
     query_start_list: list[int]
     num_decodes: int
     block_size: int
+    tail_slots: torch.Tensor | None = None
+    sink_slots: torch.Tensor | None = None

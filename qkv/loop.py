@@ -77,12 +77,19 @@ class Loop:
         for request in plan.preempted:
             self._runner.forget(request)
         began = self._clock()
-        for swaps, copy in ((plan.swap_out, self._store.copy_out), (plan.swap_in, self._store.copy_in)):
+        store = self._store
+        for swaps, copy, copy_raw in (
+            (plan.swap_out, store.copy_out, store.copy_raw_out),
+            (plan.swap_in, store.copy_in, store.copy_raw_in),
+        ):
             device, host = copies(swaps)
             if device:
                 copy(device, host)
+            for swap in swaps:
+                if swap.raw_host:
+                    copy_raw(swap.tail_slot, swap.sink_slot, swap.raw_host)
         seconds = self._clock() - began
-        moved = sum(len(s.device) for s in (*plan.swap_out, *plan.swap_in))
+        moved = sum(len(s.device) + len(s.raw_host) for s in (*plan.swap_out, *plan.swap_in))
         if moved and seconds > 0:
             self.scheduler.costs.copy_bytes_per_s = moved * self._store.block_bytes / seconds
 

@@ -68,6 +68,7 @@ class Runner:
         self._slots = _Buffer((T,), torch.int64, device)
         self._seq_lens = _Buffer((R,), torch.int32, device)
         self._query_start = _Buffer((R + 1,), torch.int32, device)
+        self._tail_slots, self._sink_slots = _Buffer((R,), torch.int64, device), _Buffer((R,), torch.int64, device)
         self._block_table = _Buffer((R, max_blocks), torch.int32, device)
         self._tables = np.zeros((R, max_blocks), np.int32)  # a row per running request, whatever its place in the batch
         self._rows: dict[int, int] = {}  # request id -> row of _tables
@@ -178,8 +179,17 @@ class Runner:
             query_start_list=starts,
             num_decodes=len(plan.decodes),
             block_size=B,
+            tail_slots=self._raw_slots(self._tail_slots, [request.tail_slot for request, *_ in chunks]),
+            sink_slots=self._raw_slots(self._sink_slots, [request.sink_slot for request, *_ in chunks]),
         )
         return meta, padded
+
+    def _raw_slots(self, buffer: "_Buffer", slots: list[int]) -> torch.Tensor | None:
+        """Every running request has a slot, or none has."""
+        if slots[0] < 0:
+            return None
+        buffer.host[: len(slots)] = slots
+        return buffer.device(len(slots))
 
     def _sync(self, request: Request) -> int:
         """The request's row of the table, extended by the blocks it got since the last step."""

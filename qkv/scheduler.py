@@ -96,7 +96,8 @@ class Scheduler:
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         view = self.manager.view(request)
-        host_free = self.manager.host.num_free
+        raw = self.manager.host_blocks(request) - view.num_blocks  # host blocks beside those of its blocks
+        host_free = self.manager.host.num_free - raw
         swap = self.preemptor.mode(view, host_free, self.costs) == "swap" and 0 < view.num_blocks <= host_free
         self._leave(request)
         if swap:

@@ -4,6 +4,7 @@ Units: times are seconds of the engine's clock, sizes are tokens or blocks as na
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -99,6 +100,8 @@ class Request:
     admissions: int = 0  # times it got blocks: a lookup after the first is not evidence that prompts repeat
     scored_to: int = 0  # scoring requests: tokens before this index have their log-probability
     due_step: int = -1  # step at which its next block is needed
+    tail_slot: int = -1  # where its raw tail and the raw first tokens of its sequence are, while it runs
+    sink_slot: int = -1
 
     cached_tokens: int = 0  # prefix hit at first admission
     preemptions: int = 0
@@ -144,10 +147,13 @@ class PrefillChunk(NamedTuple):
 
 
 class SwapCopy(NamedTuple):
-    """Byte copies between the device pool and the host pool, pairwise."""
+    """Byte copies of one request between the device pool and the host pool: blocks pairwise, then its raw rows, if any."""
 
     device: list[BlockId]
     host: list[BlockId]
+    tail_slot: int = -1
+    sink_slot: int = -1
+    raw_host: Sequence[BlockId] = ()  # host blocks that hold the raw rows
 
 
 @dataclass(slots=True)

@@ -25,8 +25,10 @@ class KVFormat:
     scale_dtype: dtype of stored scales (and float zeros). Encoding divides by the scale as stored.
     zero: "none" (symmetric), "code" (zero point as an integer code), "float" (value = code * scale + zero).
     group: channels sharing one scale, for "token_group".
-    unit: the smallest piece that is encoded, once, never again.
+    unit: the smallest piece that is encoded, once, never again. With "block", the open block is kept raw in a tail of its
+        request; a query sees its own block and the tail_blocks before it raw, and all earlier blocks quantized.
     tail_blocks: most recent whole blocks kept raw besides the open one (block unit).
+    sink_tokens: first tokens of a sequence that are also kept raw, and read raw by every query.
     rotate: block-diagonal Hadamard over the largest power of two dividing D, before encoding.
 
     Raises ValueError for combinations that make no sense.
@@ -41,12 +43,13 @@ class KVFormat:
     unit: Literal["token", "block"] = "token"
     tail_blocks: int = 0
     rotate: bool = False
+    sink_tokens: int = 0
 
     def __post_init__(self) -> None:
         if (self.group is not None) != (self.scale == "token_group"):
             raise ValueError(f"group={self.group} goes with scale='token_group' only, not with '{self.scale}'")
-        if (self.unit == "block") != (self.scale == "block_channel"):
-            raise ValueError(f"unit='{self.unit}' does not go with scale='{self.scale}'")
+        if self.unit == "token" and (self.scale == "block_channel" or self.tail_blocks):
+            raise ValueError(f"unit='token' does not go with scale='{self.scale}' and tail_blocks={self.tail_blocks}")
         if self.rotate and self.scale == "channel":
             raise ValueError("rotation mixes channels, so static per-channel scales do not fit a rotated format")
         if self.bits >= 16 and (self.scale != "none" or self.zero != "none"):
@@ -85,6 +88,10 @@ class KVFormat:
         shape = self.scale_shape(1, H, B, D)
         planes = (1 + (self.zero != "none")) if shape else 0
         return codes + planes * (math.prod(shape) if shape else 0) * self.scale_dtype.itemsize
+
+    def tail_rows(self, B: int) -> int:
+        """Raw rows of every request's tail: the open block and tail_blocks more; 0 for token-unit formats."""
+        return (self.tail_blocks + 1) * B if self.unit == "block" else 0
 
     def static_bytes(self, H: int, D: int) -> int:
         """Bytes of the static scales and zeros of one layer's H heads; 0 where scales live in the pool or are absent."""

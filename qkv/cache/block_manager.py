@@ -8,13 +8,17 @@ from collections.abc import Iterable
 
 from qkv.cache.host_pool import HostPool
 from qkv.cache.prefix import PrefixHasher
+from qkv.cache.raw_slots import SinkSlots, TailSlots
 from qkv.metrics.recorder import Recorder
 from qkv.policies.allocator.base import BlockAllocator, NoFreeBlocks
 from qkv.types import NULL_BLOCK, BlockId, Request, RequestView, SwapCopy
 
 
 class BlockManager:
-    """hasher None switches prefix caching off. host: the swap pool (0 blocks: no swap)."""
+    """hasher None switches prefix caching off. host: the swap pool (0 blocks: no swap).
+
+    tails, sinks: slots of raw rows, where the formats keep any; raw_host_blocks: host blocks that one request's take.
+    """
 
     def __init__(
         self,
@@ -24,12 +28,16 @@ class BlockManager:
         recorder: Recorder,
         watermark: float = 0.0,
         block_bytes: int = 0,
+        tails: TailSlots | None = None,
+        sinks: SinkSlots | None = None,
+        raw_host_blocks: int = 0,
     ) -> None:
         self.allocator, self.host, self.recorder = allocator, host, recorder
         self.block_size = allocator.block_size
         self._hasher = hasher
         self.reuse = True  # False: blocks are still published, but no request takes any
         self._block_bytes = block_bytes
+        self._tails, self._sinks, self._raw_host_blocks = tails, sinks, raw_host_blocks
         self._reserve = int(watermark * (allocator.num_blocks - allocator.num_reserved))
 
     # -- admission ---------------------------------------------------------------------------------------------------
@@ -51,6 +59,7 @@ class BlockManager:
         except NoFreeBlocks:
             self.allocator.release(cached[::-1])
             return False
+        self._take_slots(request, fresh=not cached)
         request.num_computed = len(cached) * self.block_size
         request.num_sealed = len(cached)
         self._count_lookup(request)
@@ -67,7 +76,25 @@ class BlockManager:
             last = min(last, max(request.score_from, request.scored_to) - 1)
         limit = last // self.block_size
         self._hasher.extend(request.hashes, request.token_ids, limit, request.salt)
-        return self.allocator.match(request.hashes[:limit], request.token_ids)
+        cached = self.allocator.match(request.hashes[:limit], request.token_ids)
+        return cached if not cached or self._sinks is None or self._sinks.holds(cached[0]) else []
+
+    def _take_slots(self, request: Request, fresh: bool) -> None:
+        """Slots for raw rows. fresh: the request's first block is new."""
+        if self._tails is not None:
+            request.tail_slot = self._tails.take()
+        if self._sinks is not None:
+            request.sink_slot = self._sinks.take(request.blocks[0], fresh)
+
+    def _release_blocks(self, request: Request) -> None:
+        """The last of the table first, so that chain tails are evicted first; and the slots of raw rows."""
+        if self._tails is not None and request.tail_slot >= 0:
+            self._tails.give_back(request.tail_slot)
+        if self._sinks is not None and request.sink_slot >= 0:
+            self._sinks.give_back(request.blocks[0])
+        request.tail_slot = request.sink_slot = -1
+        self.allocator.release(request.blocks[::-1])
+        request.blocks = []
 
     def _count_lookup(self, request: Request) -> None:
         if self._hasher is None:
@@ -113,9 +140,8 @@ class BlockManager:
     # -- giving up ---------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Return all device and host blocks, the last of the table first, so that chain tails are evicted first."""
-        self.allocator.release(request.blocks[::-1])
-        request.blocks = []
+        """Return all device and host blocks."""
+        self._release_blocks(request)
         self.host.release(request.host_blocks)
         request.host_blocks = []
 
@@ -130,15 +156,19 @@ class BlockManager:
         self.recorder.recompute_tokens += request.num_computed
         self.reset(request)
 
+    def host_blocks(self, request: Request) -> int:
+        """Host blocks that swapping the request out takes."""
+        return self._used_blocks(request) + self._raw_host_blocks
+
     def swap_out(self, request: Request) -> SwapCopy:
-        """Swap-preempt: the used blocks go to the host pool. The caller has checked host.num_free."""
+        """Swap-preempt: the used blocks and raw rows go to the host pool. The caller has checked that they fit."""
         used = request.blocks[: self._used_blocks(request)]
-        request.host_blocks = self.host.allocate(len(used))
+        request.host_blocks = host = self.host.allocate(len(used) + self._raw_host_blocks)
         self.recorder.preemptions_swap += 1
-        self.recorder.swap_out_bytes += len(used) * self._block_bytes
-        self.allocator.release(request.blocks[::-1])
-        request.blocks = []
-        return SwapCopy(used, list(request.host_blocks))
+        self.recorder.swap_out_bytes += len(host) * self._block_bytes
+        copy = SwapCopy(used, host[: len(used)], request.tail_slot, request.sink_slot, host[len(used) :])
+        self._release_blocks(request)
+        return copy
 
     def swap_in(self, request: Request, alone: bool) -> SwapCopy | None:
         """Blocks for a swapped request, to be filled from its host blocks, which are free once this step's copies ran.
@@ -153,9 +183,11 @@ class BlockManager:
             request.blocks = self.allocator.allocate(need)
         except NoFreeBlocks:
             return None
-        copy = SwapCopy(request.blocks[: len(request.host_blocks)], request.host_blocks)
-        self.recorder.swap_in_bytes += len(copy.host) * self._block_bytes
-        self.host.release(request.host_blocks)
+        self._take_slots(request, fresh=True)
+        host, used = request.host_blocks, self._used_blocks(request)
+        copy = SwapCopy(request.blocks[:used], host[:used], request.tail_slot, request.sink_slot, host[used:])
+        self.recorder.swap_in_bytes += len(host) * self._block_bytes
+        self.host.release(host)
         request.host_blocks = []
         request.num_sealed = 0  # its copies are new blocks: offer them for publication again
         request.admissions += 1
@@ -184,6 +216,10 @@ class BlockManager:
         requests = list(requests)
         self.allocator.check([r.blocks for r in requests])
         self.host.check([r.host_blocks for r in requests])
+        if self._tails is not None:
+            self._tails.check(r.tail_slot for r in requests if r.blocks)
+        if self._sinks is not None:
+            self._sinks.check(r.blocks[0] for r in requests if r.blocks)
         for r in requests:
             assert not (r.blocks and r.host_blocks), f"request {r.id} holds device and host blocks"
             assert r.num_computed <= max(len(r.blocks), len(r.host_blocks)) * self.block_size, f"request {r.id} lacks blocks"

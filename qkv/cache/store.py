@@ -4,6 +4,7 @@ Takes: formats and sizes. Gives: planes to read and write, byte-exact block copi
 Does not know about: requests, which block belongs to whom, how codes are made.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +26,14 @@ class HeadPlanes:
     k_zero: torch.Tensor | None
     v_scale: torch.Tensor | None
     v_zero: torch.Tensor | None
+    k_tail: torch.Tensor | None = None
+    v_tail: torch.Tensor | None = None
+    k_sink: torch.Tensor | None = None
+    v_sink: torch.Tensor | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every plane that exists, in the order a host block concatenates them."""
+        """Every plane of blocks that exists, in the order a host block concatenates them."""
         planes = (self.k_codes, self.k_scale, self.k_zero, self.v_codes, self.v_scale, self.v_zero)
         return [p for p in planes if p is not None]
 
@@ -37,7 +42,8 @@ class KVStore:
     """num_blocks blocks of block_size tokens (block 0 is the null block, always zero) and host_blocks blocks to swap to.
 
     formats: one list per layer, as Quantizer.formats() gives them. fingerprint: identity of what the bytes mean, beyond
-    the layout. poison: fill all pages but the null block with NaN, to show that nothing reads what was not written.
+    the layout. slots: raw tails (one per running request) and raw sinks, of raw_dtype, where formats have them.
+    poison: fill all pages but the null block, and all slots, with NaN, to show that nothing reads what was not written.
     """
 
     def __init__(
@@ -50,11 +56,17 @@ class KVStore:
         host_blocks: int = 0,
         fingerprint: str = "",
         poison: bool = False,
+        slots: int = 1,
+        raw_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.layers, self.formats = layers, formats
+        self.slots, self._raw_dtype = slots, raw_dtype
         self.num_blocks, self.block_size, self.device, self.host_blocks = num_blocks, block_size, device, host_blocks
         self._planes = [[self._allocate(layer, r) for r in ranges] for layer, ranges in zip(layers, formats, strict=True)]
         self._tensors = [t for ranges in self._planes for p in ranges for t in p.tensors]
+        self._tails = [t for ranges in self._planes for p in ranges for t in (p.k_tail, p.v_tail) if t is not None]
+        self._sinks = [t for ranges in self._planes for p in ranges for t in (p.k_sink, p.v_sink) if t is not None]
+        self.raw_bytes = sum(t.nbytes for t in (*self._tails, *self._sinks))
         self._host: torch.Tensor | None = None
         sizes = [f"{la.index}:{r.heads}:{la.Dk}:{la.Dv}:{r.k.fingerprint()}/{r.v.fingerprint()}" for la, r in self._ranges()]
         self.fingerprint = f"{fingerprint}|{block_size}|{';'.join(sizes)}"
@@ -62,6 +74,8 @@ class KVStore:
         self.pool_bytes = num_blocks * self.block_bytes
         if poison:
             self.poison_blocks([b for b in range(num_blocks) if b != NULL_BLOCK])
+            for plane in (*self._tails, *self._sinks):
+                plane.fill_(torch.nan)
 
     def planes(self, layer: int) -> list[HeadPlanes]:
         """Planes of a layer (position in `layers`), one entry per head range."""
@@ -84,6 +98,25 @@ class KVStore:
             rows = host[:, offset : offset + plane.shape[1]].index_select(0, source)
             plane.index_copy_(0, target, rows.to(self.device))
             offset += plane.shape[1]
+
+    def copy_raw_out(self, tail_slot: int, sink_slot: int, host_ids: Sequence[BlockId]) -> None:
+        """The raw rows of one request to host blocks, byte for byte. Slots are ignored where formats have none."""
+        rows = [t[slot].flatten().view(torch.uint8) for t, slot in self._raw(tail_slot, sink_slot)]
+        data = torch.cat(rows).cpu()
+        self._host_pool()[torch.tensor(host_ids)] = torch.nn.functional.pad(
+            data, (0, len(host_ids) * self.block_bytes - len(data))
+        ).view(len(host_ids), -1)
+
+    def copy_raw_in(self, tail_slot: int, sink_slot: int, host_ids: Sequence[BlockId]) -> None:
+        """Back from host blocks, byte for byte."""
+        data, offset = self._host_pool()[torch.tensor(host_ids)].flatten().to(self.device), 0
+        for plane, slot in self._raw(tail_slot, sink_slot):
+            row = plane[slot].flatten().view(torch.uint8)
+            row.copy_(data[offset : offset + len(row)])
+            offset += len(row)
+
+    def _raw(self, tail_slot: int, sink_slot: int) -> list[tuple[torch.Tensor, int]]:
+        return [(t, tail_slot) for t in self._tails] + [(t, sink_slot) for t in self._sinks]
 
     def poison_blocks(self, ids: list[BlockId]) -> None:
         """Fill blocks with garbage that shows: NaN for floats and fp8, 127 for integer codes. Never the null block."""
@@ -108,7 +141,8 @@ class KVStore:
     def memory_report(self) -> dict[str, float]:
         """What the cache takes, by DESIGN's formula. Bytes, except effective_bits_* (marginal bits per element of a full block).
 
-        pool_bytes includes the null block; scale_bytes are scales and zeros, pool and static; allocated_bytes is pool + static.
+        pool_bytes includes the null block; scale_bytes are scales and zeros, pool and static; tail_bytes are the raw rows of
+        tails and sinks; allocated_bytes is pool + static + tail.
         """
         B, N = self.block_size, self.num_blocks
         codes = elements_k = elements_v = bytes_k = bytes_v = static = 0
@@ -122,7 +156,8 @@ class KVStore:
             "pool_bytes": self.pool_bytes,
             "static_bytes": static,
             "scale_bytes": N * (self.block_bytes - codes) + static,
-            "allocated_bytes": self.pool_bytes + static,
+            "tail_bytes": self.raw_bytes,
+            "allocated_bytes": self.pool_bytes + static + self.raw_bytes,
             "kv_bytes_per_token": self.block_bytes / B,
             "effective_bits_k": 8 * bytes_k / elements_k,
             "effective_bits_v": 8 * bytes_v / elements_v,
@@ -141,9 +176,26 @@ class KVStore:
             scale = self._zeros(shape, fmt.scale_dtype) if shape else None
             return codes, scale, self._zeros(shape, fmt.scale_dtype) if shape and fmt.zero != "none" else None
 
+        def raw(rows: int, D: int) -> torch.Tensor | None:
+            return self._zeros((self.slots, len(r.heads), rows, D), self._raw_dtype) if rows else None
+
         k_codes, k_scale, k_zero = planes(r.k, layer.Dk)
         v_codes, v_scale, v_zero = planes(r.v, layer.Dv)
-        return HeadPlanes(r.heads, r.k, r.v, k_codes, v_codes, k_scale, k_zero, v_scale, v_zero)
+        return HeadPlanes(
+            r.heads,
+            r.k,
+            r.v,
+            k_codes,
+            v_codes,
+            k_scale,
+            k_zero,
+            v_scale,
+            v_zero,
+            k_tail=raw(r.k.tail_rows(self.block_size), layer.Dk),
+            v_tail=raw(r.v.tail_rows(self.block_size), layer.Dv),
+            k_sink=raw(r.k.sink_tokens, layer.Dk),
+            v_sink=raw(r.v.sink_tokens, layer.Dv),
+        )
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # empty + zero_ touches every page now; zeros would leave the faults to the first requests
@@ -175,4 +227,14 @@ def block_bytes(layers: list[LayerShape], formats: list[list[HeadFormat]], block
         r.k.bytes_per_block(block_size, len(r.heads), layer.Dk) + r.v.bytes_per_block(block_size, len(r.heads), layer.Dv)
         for layer, ranges in zip(layers, formats, strict=True)
         for r in ranges
+    )
+
+
+def raw_slot_bytes(layers: list[LayerShape], formats: list[list[HeadFormat]], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of raw tail and sink rows per slot, over all layers."""
+    return dtype.itemsize * sum(
+        len(r.heads) * (fmt.tail_rows(block_size) + fmt.sink_tokens) * D
+        for layer, ranges in zip(layers, formats, strict=True)
+        for r in ranges
+        for fmt, D in ((r.k, layer.Dk), (r.v, layer.Dv))
     )

@@ -3,6 +3,7 @@
 Takes: a StepPlan. Gives: made-up tokens. Does not know about: queues, policies.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ class SimulatedStore(KVStore):
 
     def copy_in(self, device_ids: list[BlockId], host_ids: list[BlockId]) -> None:
         self._clock.advance(self._cost.copy_seconds(len(device_ids) * self.block_bytes))
+
+    def copy_raw_out(self, tail_slot: int, sink_slot: int, host_ids: Sequence[BlockId]) -> None:
+        self._clock.advance(self._cost.copy_seconds(len(host_ids) * self.block_bytes))
+
+    copy_raw_in = copy_raw_out
 
     def check_null(self) -> None:
         """There are no bytes to check."""

@@ -1,5 +1,6 @@
 """Shared by engine tests: engines on a tiny model, scales for it, and what is stored for a request."""
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
 from qkv.types import Request
 from tests.engine.tiny_models import VOCAB, tiny_model
+from tests.kernels.paged import bound, shape
 
 STATISTICS = ("k_channel_absmax", "k_channel_min", "k_channel_max", "k_head_absmax", "v_head_absmax")
 
@@ -56,18 +58,39 @@ def make(quantizer: str | dict[str, Any] = "none", block_size: int = 16, **kw: A
     return Engine.create(model(name, kw.pop("dtype_", torch.float32)), **(defaults | kw))
 
 
-def stored(engine: Engine, request: Request) -> bytes:
-    """All codes and scales of the request's computed tokens, in token order, over all layers: independent of blocks."""
+def block_unit(quantizer: str) -> bool:
+    """Whether what is stored depends on the block size: some format encodes whole blocks."""
+    formats = bound(quantizer, [shape(Dk=16)]).formats(0)
+    return any(fmt.unit == "block" for part in formats for fmt in (part.k, part.v))
+
+
+def pieces(engine: Engine, request: Request, layers: Iterable[int]) -> list[bytes]:
+    """What is stored for the request, piece by piece, each final once written: the codes and scales of every computed token,
+    or of every full block for block-unit formats, whose open block comes last, as the raw rows that it is."""
     B, n = engine.scheduler.manager.block_size, request.num_computed
-    position = torch.arange(n)
-    blocks = torch.tensor(request.blocks, dtype=torch.int64)[position // B]
+    tokens = torch.arange(n)
+    table = torch.tensor(request.blocks, dtype=torch.int64)
+    full, open_rows = n // B, torch.arange(n // B * B, n)
     out = []
-    for layer in range(len(engine.layers)):
-        for planes in engine._parts.store.planes(layer):
-            for plane in planes.tensors:
-                rows = plane[blocks, :, position % B].contiguous()
-                out.append(rows.view(torch.uint8).numpy().tobytes())
-    return b"".join(out)
+    for layer in layers:
+        for p in engine._parts.store.planes(layer):
+            for fmt, planes, tail in (
+                (p.k_format, (p.k_codes, p.k_scale, p.k_zero), p.k_tail),
+                (p.v_format, (p.v_codes, p.v_scale, p.v_zero), p.v_tail),
+            ):
+                for plane in (x for x in planes if x is not None):
+                    if fmt.unit == "block":
+                        out += list(plane[table[:full]])
+                    else:
+                        out += list(plane[table[tokens // B], :, tokens % B])
+                if tail is not None:
+                    out.append(tail[request.tail_slot][:, open_rows % tail.shape[2]])
+    return [x.contiguous().view(torch.uint8).numpy().tobytes() for x in out]
+
+
+def stored(engine: Engine, request: Request) -> bytes:
+    """All codes, scales and raw rows of the request's computed tokens over all layers: independent of block ids."""
+    return b"".join(pieces(engine, request, range(len(engine.layers))))
 
 
 def keep_stored(engine: Engine) -> dict[int, bytes]:

@@ -10,9 +10,10 @@ from qkv.policies.evictor.base import EVICTORS
 from qkv.policies.preemptor.base import PREEMPTORS
 from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.types import Request, SamplingParams, Status
-from tests.engine.support import keep_stored, make, scales, stored, tokens
+from tests.engine.support import block_unit, keep_stored, make, scales, stored, tokens
 
-TOKEN_UNIT = [q for q in QUANTIZERS.names() if QUANTIZERS.get(q).encode_rule != "custom"]
+FUSABLE = [q for q in QUANTIZERS.names() if QUANTIZERS.get(q).encode_rule != "custom"]
+TOKEN_UNIT = [q for q in FUSABLE if not block_unit(q)]
 PREFIX = tokens(1, 72)
 PROMPTS = [PREFIX + tokens(10 + i, n) for i, n in enumerate((61, 9, 40, 25, 88))]
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=3)
@@ -60,13 +61,16 @@ def covering() -> list[tuple[int, int, str, str, str]]:
 
 
 def check_schedules(quantizer: str, schedules: list[tuple[int, int, str, str, str]]) -> None:
-    expected, calm = run(quantizer, 16, 512, "off", "recompute", "lru", roomy=True)
-    assert calm["preemptions"] == 0
+    """Bit-identical to a calm run; with block-unit formats to one of the same block size."""
+    expected: dict[int, Outcome] = {}
+    for block_size in (8, 16, 32) if block_unit(quantizer) else (16,):
+        expected[block_size], calm = run(quantizer, block_size, 512, "off", "recompute", "lru", roomy=True)
+        assert calm["preemptions"] == 0
     preempted: set[str] = set()
     evicted: set[str] = set()
     for schedule in schedules:
         got, cache = run(quantizer, *schedule)
-        for what, a, b in zip(("tokens", "logits", "codes"), got, expected, strict=True):
+        for what, a, b in zip(("tokens", "logits", "codes"), got, expected.get(schedule[0]) or expected[16], strict=True):
             assert a == b, f"{what} differ under block_size, chunk, prefix, preemptor, evictor = {schedule}"
         assert cache["preemptions"] > 0, f"the pool was not small enough to preempt under {schedule}"
         preempted.add(schedule[3])
@@ -78,18 +82,18 @@ def check_schedules(quantizer: str, schedules: list[tuple[int, int, str, str, st
     assert preempted == set(PREEMPTORS.names())
 
 
-@pytest.mark.parametrize("quantizer", TOKEN_UNIT)
+@pytest.mark.parametrize("quantizer", FUSABLE)
 def test_law3_schedule_invariance_to_the_bit(quantizer: str) -> None:
     check_schedules(quantizer, covering())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantizer", TOKEN_UNIT)
+@pytest.mark.parametrize("quantizer", FUSABLE)
 def test_law3_every_combination(quantizer: str) -> None:
     check_schedules(quantizer, combinations())
 
 
-@pytest.mark.parametrize("quantizer", TOKEN_UNIT)
+@pytest.mark.parametrize("quantizer", FUSABLE)
 def test_law3_scores_do_not_depend_on_chunks_batch_or_prefix(quantizer: str) -> None:
     """Full logits, to the bit."""
 
@@ -133,7 +137,7 @@ def test_law3_without_the_deterministic_mode_in_float64(quantizer: str) -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("quantizer", TOKEN_UNIT)
+@pytest.mark.parametrize("quantizer", FUSABLE)
 def test_law3_otherwise_the_divergence_between_schedules_stays_below_the_quantizers_own(quantizer: str) -> None:
     def logprobs(q: str, **kw: Any) -> torch.Tensor:
         rows: list[torch.Tensor] = []
@@ -148,33 +152,57 @@ def test_law3_otherwise_the_divergence_between_schedules_stays_below_the_quantiz
     assert between <= (1e-9 if quantizer == "none" else own)
 
 
-@pytest.mark.parametrize("quantizer", TOKEN_UNIT)
+@pytest.mark.parametrize("quantizer", FUSABLE)
 def test_law1_codes_of_a_committed_token_never_change(quantizer: str) -> None:
+    """And those of a full block, where blocks are encoded: once, when they fill."""
     with make(quantizer, 8, num_blocks=50, preemptor="swap", max_num_batched_tokens=64, deterministic=True) as engine:
         for prompt in PROMPTS:
             engine.add_request(prompt, PARAMS)
-        before: dict[int, bytes] = {}
-        sizes: dict[int, int] = {}
+        before: dict[int, dict[int, bytes]] = {}
+        compared = 0
         while engine.has_work:
             engine.step()
             for r in engine.scheduler.requests():
                 if r.status is Status.RUNNING:
-                    now = per_token(engine, r)
-                    old = before.get(r.id, [])
-                    assert now[: min(len(old), len(now))] == old[: len(now)], f"request {r.id}: stored bytes changed"
-                    before[r.id], sizes[r.id] = now, r.num_computed
+                    now, old = final_pieces(engine, r), before.setdefault(r.id, {})
+                    for at, piece in now.items():
+                        assert old.setdefault(at, piece) == piece, f"request {r.id}: stored bytes changed"
+                        compared += 1
         assert engine.metrics()["cache"]["preemptions"] > 0
+        assert compared > 10_000
 
 
-def per_token(engine: Any, request: Request) -> list[bytes]:
-    """Stored bytes of each computed token of layer 1."""
-    B = engine.scheduler.manager.block_size
-    out = []
-    for t in range(request.num_computed):
-        block, at = request.blocks[t // B], t % B
-        planes = [p[block, :, at] for hp in engine._parts.store.planes(1) for p in hp.tensors]
-        out.append(b"".join(p.contiguous().view(torch.uint8).numpy().tobytes() for p in planes))
+def final_pieces(engine: Any, request: Request) -> dict[Any, bytes]:
+    """Stored bytes of layer 1 by place: (plane, token), or (plane, block) of full blocks."""
+    B, n = engine.scheduler.manager.block_size, request.num_computed
+    out = {}
+    for i, hp in enumerate(engine._parts.store.planes(1)):
+        for side, fmt in (("k", hp.k_format), ("v", hp.v_format)):
+            for kind in ("codes", "scale", "zero"):
+                plane = getattr(hp, f"{side}_{kind}")
+                if plane is None:
+                    continue
+                for t in range(n // B if fmt.unit == "block" else n):
+                    piece = plane[request.blocks[t]] if fmt.unit == "block" else plane[request.blocks[t // B], :, t % B]
+                    out[i, side, kind, t] = piece.contiguous().view(torch.uint8).numpy().tobytes()
     return out
+
+
+@pytest.mark.parametrize("quantizer", [q for q in FUSABLE if block_unit(q)])
+def test_law2_block_unit_formats_see_what_token_by_token_decoding_sees(quantizer: str) -> None:
+    """Full logits of one prefill equal those of one token at a time, to the bit; and they are not the unquantized ones."""
+
+    def logits(q: str, **kw: Any) -> torch.Tensor:
+        rows: list[torch.Tensor] = []
+        with make(q, 8, deterministic=True, **kw) as engine:
+            engine.score([PROMPTS[0]], on_logits=lambda _i, _s, x: rows.append(x.clone()))
+        return torch.cat(rows)
+
+    prefill = logits(quantizer)
+    assert torch.equal(prefill, logits(quantizer, max_num_batched_tokens=1, max_num_seqs=1))
+    none = logits("none")
+    assert torch.equal(prefill[:8], none[:8]), "the first block sees itself raw"
+    assert not torch.equal(prefill[8:], none[8:])
 
 
 def test_law2_reads_come_from_the_pool_in_prefill_too() -> None:
@@ -204,8 +232,9 @@ def test_law2_the_fraction_read_from_the_cache_is_reported() -> None:
         assert engine.metrics()["attention"]["reads"] == "raw"
 
 
-def test_law3_swap_is_byte_exact() -> None:
-    with make("int8_token", 8, num_blocks=60, preemptor="swap") as engine:
+@pytest.mark.parametrize("quantizer", ["int8_token", "kivi"])
+def test_law3_swap_is_byte_exact(quantizer: str) -> None:
+    with make(quantizer, 8, num_blocks=60, preemptor="swap") as engine:
         ids = [engine.add_request(p, PARAMS) for p in PROMPTS[:3]]
         for _ in range(3):
             engine.step()
@@ -214,11 +243,18 @@ def test_law3_swap_is_byte_exact() -> None:
         plan = engine.scheduler.plan()
         engine.scheduler._preempt(victim, plan)
         assert victim.status is Status.SWAPPED
-        engine._parts.store.copy_out(*map(list, plan.swap_out[0]))
-        engine._parts.store.poison_blocks(plan.swap_out[0].device)
+        store, out = engine._parts.store, plan.swap_out[0]
+        store.copy_out(out.device, out.host)
+        store.poison_blocks(out.device)
+        if out.raw_host:
+            store.copy_raw_out(out.tail_slot, out.sink_slot, out.raw_host)
+            for plane in store._tails:
+                plane[out.tail_slot] = torch.nan
         copy = engine.scheduler.manager.swap_in(victim, alone=True)
         assert copy is not None
-        engine._parts.store.copy_in(copy.device, copy.host)
+        store.copy_in(copy.device, copy.host)
+        if copy.raw_host:
+            store.copy_raw_in(copy.tail_slot, copy.sink_slot, copy.raw_host)
         assert victim.num_computed == computed
         assert stored(engine, victim) == bytes_before
 
@@ -278,21 +314,21 @@ def test_law4_abort_at_every_point_returns_every_block() -> None:
             assert engine.scheduler.manager.host.num_free == engine.scheduler.manager.host.num_blocks
 
 
-def test_law5_free_pages_may_hold_anything() -> None:
+@pytest.mark.parametrize("quantizer", FUSABLE)
+def test_law5_free_pages_may_hold_anything(quantizer: str) -> None:
     """Re-poison every free page before every step: nothing that is not written is ever read."""
-    for quantizer in TOKEN_UNIT:
-        with make(quantizer, 8, num_blocks=52, deterministic=True) as engine:
-            for prompt in PROMPTS:
-                engine.add_request(prompt, PARAMS)
-            tokens_of = {}
-            while engine.has_work:
-                allocator = engine.scheduler.manager.allocator
-                engine._parts.store.poison_blocks(list(allocator._free))  # type: ignore[attr-defined]
-                for out in engine.step():
-                    assert all(lp.logprob == lp.logprob for lp in out.logprobs or []), "NaN reached the output"
-                    tokens_of[out.id] = out.token_ids
-                engine.check()
-            assert all(len(t) == PARAMS.max_tokens for t in tokens_of.values())
+    with make(quantizer, 8, num_blocks=52, deterministic=True) as engine:
+        for prompt in PROMPTS:
+            engine.add_request(prompt, PARAMS)
+        tokens_of = {}
+        while engine.has_work:
+            allocator = engine.scheduler.manager.allocator
+            engine._parts.store.poison_blocks(list(allocator._free))  # type: ignore[attr-defined]
+            for out in engine.step():
+                assert all(lp.logprob == lp.logprob for lp in out.logprobs or []), "NaN reached the output"
+                tokens_of[out.id] = out.token_ids
+            engine.check()
+        assert all(len(t) == PARAMS.max_tokens for t in tokens_of.values())
 
 
 def test_law5_every_residue_of_the_length_modulo_the_block() -> None:
@@ -315,7 +351,7 @@ def test_law7_prefix_hits_need_the_same_salt() -> None:
 
 
 def test_law9_allocated_bytes_are_the_formula() -> None:
-    for quantizer in TOKEN_UNIT:
+    for quantizer in FUSABLE:
         with make(quantizer) as engine:
             store = engine._parts.store
             allocated = sum(
@@ -327,6 +363,9 @@ def test_law9_allocated_bytes_are_the_formula() -> None:
                 for r in ranges
             )
             memory = engine.metrics()["memory"]
+            rows = 16 if block_unit(quantizer) else 0  # the open block of each of 8 requests, K and V, float32
+            assert memory["tail_bytes"] == 8 * rows * sum(la.H * (la.Dk + la.Dv) for la in engine.layers) * 4
+            assert memory["allocated_bytes"] == memory["pool_bytes"] + memory["static_bytes"] + memory["tail_bytes"]
             assert allocated == formula == memory["pool_bytes"] == 128 * store.block_bytes
             file = scales(quantizer)
             if file is not None:

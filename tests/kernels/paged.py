@@ -67,10 +67,13 @@ class Paged:
         self.quantizer = bound(quantizer, [layer], dtype)
         needed = [-(-n // block_size) for n in lengths]
         N = 1 + sum(needed) + free_blocks
-        self.store = KVStore([layer], [self.quantizer.formats(0)], N, block_size, CPU, poison=True)
+        self.store = KVStore(
+            [layer], [self.quantizer.formats(0)], N, block_size, CPU, poison=True, slots=len(lengths) + 2, raw_dtype=dtype
+        )
         self.backend = backend or ReferenceBackend()
         self.backend.bind(self.store, self.quantizer, [layer], reads, deterministic)
         free = random.Random(block_seed).sample(range(1, N), N - 1)
+        self.raw_slots = random.Random(block_seed).sample(range(len(lengths) + 2), len(lengths))
         self.tables = [[free.pop() for _ in range(n)] for n in needed]
         self.done = [0] * len(lengths)
         self.data = [
@@ -110,6 +113,8 @@ class Paged:
             query_start_list=start,
             num_decodes=sum(work[r] == 1 for r in order),
             block_size=self.B,
+            tail_slots=torch.tensor([self.raw_slots[r] for r in order]),
+            sink_slots=torch.tensor([self.raw_slots[-1 - r] for r in order]),
         )
         out = self.backend.attend(0, q, k, v, meta, self.sinks)
         assert not out[T:].any(), "padding rows must be zero"
@@ -127,20 +132,44 @@ class Paged:
     def stored(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K [n, H, Dk] and V [n, H, Dv] of a request as the quantizer stores them, float64."""
         _, k, v = self.data[r]
-        parts = self.quantizer.formats(0)
-        ks = [
-            self.quantizer.decode_k(self.quantizer.encode_k(k[:, p.heads], 0, i), 0, torch.float32, i)
-            for i, p in enumerate(parts)
-        ]
-        vs = [
-            self.quantizer.decode_v(self.quantizer.encode_v(v[:, p.heads], 0, i), 0, torch.float32, i)
-            for i, p in enumerate(parts)
-        ]
+        q = self.quantizer
+        ks, vs = [], []
+        for i, part in enumerate(q.formats(0)):
+            for out, x, fmt, encode, decode in (
+                (ks, k, part.k, q.encode_k, q.decode_k),
+                (vs, v, part.v, q.encode_v, q.decode_v),
+            ):
+                x = x[:, part.heads]
+                if fmt.unit == "token":
+                    out.append(decode(encode(x, 0, i), 0, torch.float32, i))
+                else:  # the open block has no codes
+                    full = x[: len(x) // self.B * self.B].unflatten(0, (-1, self.B))
+                    values = decode(encode(full, 0, i), 0, torch.float32, i).flatten(0, 1)
+                    out.append(torch.cat([values, torch.full_like(x[len(values) :], torch.nan)]))
         return torch.cat(ks, 1).double(), torch.cat(vs, 1).double()
 
     def expected(self, r: int) -> torch.Tensor:
-        k, v = self.stored(r)
-        return dense(self.data[r][0].double(), k, v, self.layer, self.sinks)
+        """Law 2: block by block of queries, each with the raw keys that such a query sees."""
+        q, k, v = (x.double() for x in self.data[r])
+        stored = self.stored(r)
+        parts = self.quantizer.formats(0)
+        if all(f.unit == "token" and not f.sink_tokens for part in parts for f in part[1:]):
+            return dense(q, *stored, self.layer, self.sinks)
+        position, outs = torch.arange(len(q)), []
+        for start in range(0, len(q), self.B):
+            seen = []
+            for values, raw, side in zip(stored, (k, v), ("k", "v"), strict=True):
+                values = values.clone()
+                for part in parts:
+                    fmt = getattr(part, side)
+                    as_it_came = position < fmt.sink_tokens
+                    if fmt.unit == "block":
+                        as_it_came |= position // self.B >= start // self.B - fmt.tail_blocks
+                    heads = slice(part.heads.start, part.heads.stop)
+                    values[as_it_came, heads] = raw[as_it_came, heads]
+                seen.append(values)
+            outs.append(dense(q, *seen, self.layer, self.sinks)[start : start + self.B])
+        return torch.cat(outs)
 
 
 def dense(

@@ -23,6 +23,7 @@ LAYERS = {
     "all": {"H": 1, "G": 5, "Dk": 12, "Dv": 20, "window": 11, "softcap": 5.0, "sinks": True},
 }
 QUANTIZERS = ["none", "fp8", "int8", {"name": "int8", "zero_point": True}, "int8_token", "int4", "rotated"]
+BLOCK_UNIT = ["kivi", {"name": "kivi", "v_bits": 2, "tail_blocks": 2}]
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 2e-5) -> None:
@@ -48,7 +49,7 @@ def mixed(lengths: list[int], chunk: int) -> list[dict[int, int]]:
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+@pytest.mark.parametrize("quantizer", QUANTIZERS + BLOCK_UNIT, ids=str)
 def test_equals_dense_attention_over_stored_values(quantizer: object, layer: str, deterministic: bool) -> None:
     lengths = [37, 5, 90, 70]
     paged = Paged(shape(**LAYERS[layer]), quantizer, lengths, deterministic=deterministic)
@@ -88,7 +89,7 @@ def test_any_layer_any_schedule(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 80), min_size=1, max_size=4))
     paged = Paged(
         layer,
-        data.draw(st.sampled_from(QUANTIZERS)),
+        data.draw(st.sampled_from(QUANTIZERS + BLOCK_UNIT[:1])),
         lengths,
         block_size=data.draw(st.sampled_from([1, 3, 8, 16, 100])),
         deterministic=data.draw(st.booleans()),
@@ -98,7 +99,7 @@ def test_any_layer_any_schedule(data: st.DataObject) -> None:
         close(out, paged.expected(r))
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+@pytest.mark.parametrize("quantizer", QUANTIZERS + BLOCK_UNIT, ids=str)
 @pytest.mark.parametrize("layer", ["gqa3", "all"])
 def test_deterministic_results_do_not_depend_on_the_schedule(quantizer: object, layer: str) -> None:
     lengths = [70, 9, 140]
@@ -106,6 +107,8 @@ def test_deterministic_results_do_not_depend_on_the_schedule(quantizer: object, 
     alone = [{r: n} for r, n in enumerate(lengths)]
     token_by_token = [{r: 1 for r, n in enumerate(lengths) if n > i} for i in range(max(lengths))]
     for block_size in (8, 16, 32):
+        if quantizer in BLOCK_UNIT:
+            base = Paged(shape(**LAYERS[layer]), quantizer, lengths, block_size, deterministic=True).run(mixed(lengths, 512))
         for schedule in (alone, token_by_token, mixed(lengths, 13), mixed(lengths, 64)):
             paged = Paged(
                 shape(**LAYERS[layer]), quantizer, lengths, block_size, deterministic=True, block_seed=block_size, free_blocks=40

@@ -52,7 +52,8 @@ def test_static_bytes_count_what_is_shared() -> None:
     [
         ({"bits": 8, "storage": torch.int8, "scale": "token", "group": 8}, "group"),
         ({"bits": 8, "storage": torch.int8, "scale": "token_group"}, "group"),
-        ({"bits": 8, "storage": torch.int8, "scale": "token", "unit": "block"}, "unit"),
+        ({"bits": 8, "storage": torch.int8, "scale": "block_channel"}, "unit"),
+        ({"bits": 8, "storage": torch.int8, "scale": "token", "tail_blocks": 1}, "unit"),
         ({"bits": 8, "storage": torch.int8, "scale": "channel", "rotate": True}, "rotation"),
         ({"bits": 16, "storage": torch.float16, "scale": "token"}, "raw"),
         ({"bits": 32, "storage": torch.float32, "zero": "float"}, "raw"),

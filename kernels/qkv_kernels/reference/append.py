@@ -1,4 +1,4 @@
-"""Write encoded rows into pool planes. The definition that kernels are compared with.
+"""Write encoded rows and blocks into pool planes. The definition that kernels are compared with.
 
 Does not know about: formats, requests, attention.
 """
@@ -18,3 +18,13 @@ def append(plane: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None
     real = slots >= B
     slots, rows = slots[real], rows[real]
     plane[slots // B, :, slots % B] = rows
+
+
+def append_blocks(plane: torch.Tensor, blocks: torch.Tensor, ids: torch.Tensor) -> None:
+    """plane[ids[n]] = blocks[n] for whole blocks. In place.
+
+    plane [N, H, ...], blocks [n, H, ...] of the same dtype, ids [n] int64.
+    """
+    if plane.dtype.itemsize == 1:
+        plane, blocks = plane.view(torch.uint8), blocks.contiguous().view(torch.uint8)
+    plane[ids] = blocks

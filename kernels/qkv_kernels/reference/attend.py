@@ -7,28 +7,19 @@ Legend: T rows · R requests of one group · t rows per request in the group · 
 H kv heads · Hq query heads · G = Hq / H · D head dim.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from qkv_kernels.format import KVFormat
 from qkv_kernels.reference import codec
 from qkv_kernels.reference.hadamard import hadamard
+from qkv_kernels.reference.overlay import Rows, Side, runs
+from qkv_kernels.reference.planes import Plane
 
 GROUP_ELEMENTS = 2**20  # decodes are batched up to this many elements of padded K: 4 MB stay in a CPU's cache
 QUERY_ROWS = 64  # rows of a prefill chunk scored at a time: bounds memory, and skips keys no row of them sees
 TILE_Q, TILE_K = 16, 64  # tiles of the deterministic path
-
-
-class Plane(NamedTuple):
-    """K or V of one head range: pool planes [N, H, B, ...] and static parameters, as KVFormat says."""
-
-    fmt: KVFormat
-    codes: torch.Tensor
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
-    static_scale: torch.Tensor | None = None
-    static_zero: torch.Tensor | None = None
 
 
 class Rule(NamedTuple):
@@ -50,55 +41,77 @@ def attend(
     seq_lens: list[int],
     num_decodes: int,
     rule: Rule,
-    raw: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rows: Rows | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor:
     """Causal attention of each row over the stored keys of its request, itself included.
 
     q [T, Hq, Dk]; block_table [R, M] int32; positions [T] int64; rows query_start[r] to query_start[r+1] belong to request r,
-    which has seq_lens[r] keys; the first num_decodes requests have one row each. raw: K [T, H, Dk] and V [T, H, Dv] of
-    the rows, read instead of what is stored for them. deterministic: a row's result does not depend, to the bit, on what
-    else is in the call, on chunking or on the block size. Returns [T, Hq, Dv] in q's dtype; zeros for padding rows.
+    which has seq_lens[r] keys; the first num_decodes requests have one row each. rows: the call's own K and V, needed where
+    they are read raw and for planes with a tail or sinks; tails do not hold them yet. deterministic: a row's result does not
+    depend, to the bit, on what else is in the call, on chunking or (token-unit formats) on the block size.
+    Returns [T, Hq, Dv] in q's dtype; zeros for padding rows.
     """
     H = k.codes.shape[1]
     T, Hq, _ = q.shape
     queries = q.to(torch.float64 if q.dtype == torch.float64 else torch.float32).unflatten(1, (H, Hq // H))
     if k.fmt.rotate:  # (R q) . (R k) = q . k, so keys are never rotated back
         queries = hadamard(queries)
-    if raw is not None:
-        raw = (_as_stored(raw[0], k, queries.dtype), _as_stored(raw[1], v, queries.dtype))
     out = q.new_zeros(T, Hq, v.fmt.unpacked_dim(v.codes.shape[-1]))
-    for first, last in _groups(seq_lens, num_decodes, H * q.shape[-1]):
-        rows = slice(query_start[first], query_start[last])
-        R, t = last - first, (rows.stop - rows.start) // (last - first)
-        if t == 0:
-            continue
-        q_pos = positions[rows].view(R, t)
+    core = _tiled if deterministic else _dense
+    for group in groups(query_start, seq_lens, num_decodes, H * q.shape[-1]):
+        q_pos = positions[group.rows].view(group.R, group.t)
         keys, values, k_pos = _read(
-            k, v, block_table[first:last], q_pos, max(seq_lens[first:last]), rule.window, queries.dtype, deterministic
+            k, v, block_table[group.requests], q_pos, max(seq_lens[group.requests]), rule.window, queries.dtype, deterministic
         )
-        if raw is not None:
-            request, where = torch.arange(R, device=q.device)[:, None], q_pos - k_pos[:, :1]
-            keys[request, :, where] = raw[0][rows].unflatten(0, (R, t))
-            values[request, :, where] = raw[1][rows].unflatten(0, (R, t))
-        core = _tiled if deterministic else _dense
-        result = core(queries[rows].unflatten(0, (R, t)), keys, values, q_pos, k_pos, rule)
+        some, results = queries[group.rows].unflatten(0, q_pos.shape), []
+        for run in _runs(keys, values, k, v, rows, group, q_pos, k_pos):
+            results.append(core(some[:, run], keys, values, q_pos[:, run], k_pos, rule))
+        result = torch.cat(results, 1)
         if v.fmt.rotate:  # weighted sums of rotated values, rotated back once
             result = hadamard(result)
-        out[rows] = result.flatten(2, 3).flatten(0, 1).to(q.dtype)
+        out[group.rows] = result.flatten(2, 3).flatten(0, 1).to(q.dtype)
     return out
 
 
-def _as_stored(rows: torch.Tensor, plane: Plane, dtype: torch.dtype) -> torch.Tensor:
-    """Unquantized K or V in the basis that the plane's values are in."""
-    return hadamard(rows.to(dtype)) if plane.fmt.rotate else rows.to(dtype)
+class Group(NamedTuple):
+    """Requests worked on together: R requests of t rows each."""
+
+    requests: slice
+    rows: slice
+    R: int
+    t: int
 
 
-def _groups(seq_lens: list[int], num_decodes: int, width: int) -> list[tuple[int, int]]:
-    """Requests [first, last) worked on together: decodes by the batch, prefill chunks one by one."""
+def groups(query_start: list[int], seq_lens: list[int], num_decodes: int, width: int) -> Iterator[Group]:
+    """Decodes by the batch, prefill chunks one by one."""
     step = max(1, GROUP_ELEMENTS // (width * max(seq_lens[:num_decodes], default=1)))
     starts = list(range(0, num_decodes, step)) + list(range(num_decodes, len(seq_lens)))
-    return list(zip(starts, [*starts[1:], len(seq_lens)], strict=False))
+    for first, last in zip(starts, [*starts[1:], len(seq_lens)], strict=False):
+        rows = slice(query_start[first], query_start[last])
+        if rows.stop > rows.start:
+            yield Group(slice(first, last), rows, last - first, (rows.stop - rows.start) // (last - first))
+
+
+def _runs(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    k: Plane,
+    v: Plane,
+    rows: Rows | None,
+    group: Group,
+    q_pos: torch.Tensor,
+    k_pos: torch.Tensor,
+) -> Iterator[slice]:
+    """Which of the group's rows to attend with together, with keys and values as those rows see them meanwhile."""
+    if rows is None:
+        return iter([slice(0, group.t)])
+    sides = [
+        Side(stored, plane, new[group.rows].unflatten(0, q_pos.shape))
+        for stored, plane, new in ((keys, k, rows.k), (values, v, rows.v))
+    ]
+    slots = [None if s is None else s[group.requests] for s in (rows.tail_slots, rows.sink_slots)]
+    return runs(sides, q_pos, k_pos, rows.raw, *slots)
 
 
 def _read(
@@ -123,17 +136,25 @@ def _read(
     if tiled:
         keys, values, k_pos = keys[:, :, :count], values[:, :, :count], k_pos[:, :count]
     unseen = (k_pos > last) | (k_pos < oldest)
+    if v.fmt.unit == "block":  # the open block has no codes
+        unseen |= k_pos >= (last + 1) // B * B
     return keys, values.masked_fill_(unseen[:, None, :, None], 0), k_pos
 
 
 def _gather(plane: Plane, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Blocks table [R, m] of a plane, decoded: [R, H, m * B, D]."""
 
-    def keys(pool: torch.Tensor) -> torch.Tensor:  # [N, H, B, ...] -> [R, H, S, ...]
+    def pages(pool: torch.Tensor) -> torch.Tensor:  # [N, H, ...] -> [R, m, H, ...]
         stored = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
-        pages = stored.index_select(0, table.flatten()).unflatten(0, table.shape)
-        return pages.transpose(1, 2).flatten(2, 3).view(pool.dtype)
+        return stored.index_select(0, table.flatten()).unflatten(0, table.shape).view(pool.dtype)
 
+    def keys(pool: torch.Tensor) -> torch.Tensor:  # [N, H, B, ...] -> [R, H, S, ...]
+        return pages(pool).transpose(1, 2).flatten(2, 3)
+
+    if plane.fmt.scale == "block_channel":
+        scale, zero = (None if pool is None else pages(pool) for pool in (plane.scale, plane.zero))
+        tokens = codec.dequantize(pages(plane.codes).transpose(2, 3), scale, zero, plane.fmt, dtype)
+        return tokens.permute(0, 3, 1, 2, 4).flatten(2, 3)
     scale, zero = (None if pool is None else keys(pool) for pool in (plane.scale, plane.zero))
     static_scale, static_zero = (
         s.unsqueeze(1) if s is not None and s.dim() else s for s in (plane.static_scale, plane.static_zero)

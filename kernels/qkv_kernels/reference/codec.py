@@ -28,8 +28,6 @@ HUGE = 2.0**100  # far beyond what scales reach; sums of that many stay finite
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
     """None if this codec handles the format at head dim D, else the reason."""
-    if fmt.unit != "token":
-        return f"the reference codec encodes single tokens, not {fmt.unit}s"
     if fmt.raw:
         return None if fmt.storage.is_floating_point else f"raw storage must be a float type, not {fmt.storage}"
     if fmt.group is not None and D % fmt.group:
@@ -48,7 +46,8 @@ def encode(
 ) -> Encoded:
     """x [T, H, D] -> (data [T, H, Dp], scale, zero); scale and zero [T, H] or [T, H, D/group], None unless dynamic.
 
-    static_scale, static_zero: [], [H] or [H, D], as the format says. Row i depends on x[i] only.
+    Block-unit formats: x [n, B, H, D], n whole blocks; scale and zero [n, H, D] for "block_channel", else as above with
+    [n, B] for [T]. static_scale, static_zero: [], [H] or [H, D], as the format says. Row (block) i depends on x[i] only.
     """
     if fmt.raw:
         return x.to(fmt.storage), None, None
@@ -100,6 +99,7 @@ def dequantize(
     static_zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """data [..., Dp] with scale and zero [...] or [..., D/group] (None unless dynamic) -> values [..., D] in `dtype`.
+    For "block_channel", data [..., B, H, Dp] with scale and zero [..., H, D].
 
     Statics broadcast: [H] or [H, D] for data [T, H, Dp], [H, 1] or [H, 1, D] for data [..., H, S, Dp].
     """
@@ -130,12 +130,13 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _choose(x: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dynamic scale and zero of every row (or group of channels), as stored."""
+    """Dynamic scale and zero of every row (group of channels, channel of a block), as stored."""
     rows = x.unflatten(-1, (-1, fmt.group)) if fmt.group else x
+    over = -3 if fmt.scale == "block_channel" else -1
     qmin, qmax = code_range(fmt)
     if fmt.zero == "none":
-        return _stored_scale(rows.abs().amax(-1) / qmax, fmt), None
-    low, high = rows.aminmax(dim=-1)
+        return _stored_scale(rows.abs().amax(over) / qmax, fmt), None
+    low, high = rows.aminmax(dim=over)
     if fmt.zero == "code":  # the range includes 0, so that the zero point is itself a code
         low, high = low.clamp(max=0), high.clamp(min=0)
         scale = _stored_scale((high - low) / (qmax - qmin), fmt)
@@ -156,6 +157,8 @@ def _spread(s: torch.Tensor, fmt: KVFormat, x: torch.Tensor) -> torch.Tensor:
     if fmt.scale == "token_group":
         assert fmt.group is not None
         return s.repeat_interleave(fmt.group, -1)
+    if fmt.scale == "block_channel":
+        return s.unsqueeze(-3)
     return s if fmt.scale in ("tensor", "channel") else s[..., None]
 
 

@@ -1,0 +1,26 @@
+"""What one head range of a layer keeps of K or of V, and what of it belongs to the requests of a call.
+
+Does not know about: how it is read or written.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from qkv_kernels.format import KVFormat
+
+
+class Plane(NamedTuple):
+    """K or V of one head range: pool planes [N, H, B, ...] and static parameters, as KVFormat says.
+
+    tail [slots, H, (tail_blocks + 1) * B, D], sink [slots, H, sink_tokens, D]: raw rows in the compute dtype, unrotated.
+    """
+
+    fmt: KVFormat
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    static_scale: torch.Tensor | None = None
+    static_zero: torch.Tensor | None = None
+    tail: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
