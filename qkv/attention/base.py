@@ -30,6 +30,7 @@ class AttentionBackend(ABC):
     """Stores K and V of a call, once, and attends from the pool. Never two operations in the model graph."""
 
     name: ClassVar[str]
+    keeps_raw_rows: ClassVar[bool] = False  # whether it writes and reads raw tails (block-unit formats) and sinks
     fused: ClassVar[bool]  # False: the reference; needs attention.allow_reference where a fused backend was asked for
     capturable: ClassVar[bool] = False  # whether attend() over decodes may be captured in a CUDA graph: no host synchronisation
 
@@ -89,7 +90,10 @@ def choose_backend(
     def refusal(backend: AttentionBackend) -> str | None:
         for layer, ranges in zip(layers, formats, strict=True):
             for r in ranges:
+                raw = any(fmt.unit == "block" or fmt.sink_tokens for fmt in (r.k, r.v))
                 reason = backend.supports(r.k, r.v, layer, B, device)
+                if raw and not backend.keeps_raw_rows:
+                    reason = f"the {backend.name} backend keeps no raw tails or sinks, which these formats need"
                 if reason:
                     return f"layer {layer.index}: {reason}"
         return backend.declines(dtype, reads, deterministic)

@@ -29,6 +29,7 @@ class ReferenceBackend(AttentionBackend):
     """The quantizer's own encode, a scatter, then paged attention that decodes by format."""
 
     fused: ClassVar[bool] = False
+    keeps_raw_rows: ClassVar[bool] = True
 
     def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:
         return codec.refusal(k, layer.Dk) or codec.refusal(v, layer.Dv)

@@ -295,3 +295,91 @@ def test_reference_backend_says_what_it_does_not_run() -> None:
     assert backend.supports(token, token, shape(), B, CPU) is None
     assert "multiple of 8" in (backend.supports(odd, token, shape(Dk=12), B, CPU) or "")
     assert "multiple of 8" in (backend.supports(token, odd, shape(Dk=12), B, CPU) or "")
+
+
+def protected(**fields: object) -> Quantizer:
+    return bound({"name": "protected", **fields}, LAYERS)
+
+
+def test_protected_layers_and_heads_are_stored_in_the_wide_formats_and_the_rest_as_inner_stores_it() -> None:
+    q, inner = protected(inner="int4", layers=[-1], heads=[[0, 1]]), bound("int4", LAYERS)
+    assert [list(f.heads) for f in q.formats(0)] == [[0], [1], [2]]
+    assert [f.k.raw for f in q.formats(0)] == [False, True, False]
+    assert [f.k.raw for f in q.formats(1)] == [True]
+    x = torch.randn(5, 3, 64)
+    whole = inner.encode_k(x, 0), inner.encode_v(x, 0)
+    for part, f in enumerate(q.formats(0)):
+        mine = slice(f.heads.start, f.heads.stop)
+        codes_k, codes_v = q.encode_k(x[:, mine], 0, part), q.encode_v(x[:, mine], 0, part)
+        if f.k.raw:
+            assert torch.equal(codes_k.data, x[:, mine])
+            continue
+        assert torch.equal(codes_k.data, whole[0].data[:, mine])
+        assert torch.equal(q.decode_k(codes_k, 0, torch.float32, part), inner.decode_k(whole[0], 0, torch.float32)[:, mine])
+        for got, want in zip(codes_v, whole[1], strict=True):
+            assert got is not None
+            assert want is not None
+            assert torch.equal(got, want[:, mine])
+        assert torch.equal(q.decode_v(codes_v, 0, torch.float32, part), inner.decode_v(whole[1], 0, torch.float32)[:, mine])
+
+
+@pytest.mark.parametrize("inner", ["int8_token", "rotated", "kivi"])
+def test_protected_single_heads_of_any_inner_format(inner: str) -> None:
+    """Per-token scales, groups, whole blocks: cut at the right heads."""
+    q, alone = protected(inner=inner, heads=[[0, 0]], wide="int8_token", tail_blocks=0), bound(inner, LAYERS)
+    x = torch.randn(2, B, 3, 64)
+    flat = alone.formats(0)[0].k.unit == "token"
+    whole = alone.decode_k(alone.encode_k(x.flatten(0, 1) if flat else x, 0), 0, torch.float32).view_as(x)
+    codes = q.encode_k(x[..., 1:, :], 0, 1)
+    assert torch.equal(q.decode_k(codes, 0, torch.float32, 1), whole[..., 1:, :])
+    assert q.formats(0)[1].k.unit == "block"
+
+
+def test_protected_takes_after_what_it_wraps() -> None:
+    assert not QUANTIZERS.build({"name": "protected", "inner": "kivi"}).needs_scales
+    assert QUANTIZERS.build({"name": "protected", "inner": "int4"}).needs_scales
+    fmt = protected(inner={"name": "kivi", "tail_blocks": 2}).formats(0)[0].k
+    assert (fmt.unit, fmt.tail_blocks, fmt.sink_tokens) == ("block", 2, 4)
+    assert protected(inner="int8").formats(0)[0].k.unit == "token"
+    assert protected(inner="int8", tail_blocks=1).formats(0)[0].k.unit == "block"
+    assert protected(inner="int4", heads=[[1, 0], [1, 1]]).formats(1)[0].heads == range(2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": [2]}, "-2 to 1"),
+        ({"heads": [[0, 3]]}, "0 to 2"),
+        ({"heads": [[0]]}, "pairs"),
+        ({"wide": "int8"}, "needs no scales"),
+        ({"inner": "int44"}, "did you mean 'int4'"),
+        ({"sink_tokens": -1}, "0 to 256"),
+    ],
+)
+def test_protected_says_what_it_cannot_protect(fields: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        protected(**fields)
+
+
+@pytest.mark.parametrize("quantizer", ["rotated", "kivi"])
+def test_error_rises_as_bits_fall(quantizer: str) -> None:
+    """By a factor near 4 in mean square per bit; much less would mean that something is not quantized."""
+    x = torch.randn(4, B, 3, 64)
+    errors = []
+    for bits in (4, 3, 2):
+        q = bound({"name": quantizer, "bits": bits}, LAYERS)
+        rows = x if q.formats(0)[0].k.unit == "block" else x.flatten(0, 1)
+        errors.append(float((q.decode_k(q.encode_k(rows, 0), 0, torch.float32) - rows).square().mean()))
+    assert 3 < errors[1] / errors[0] < 7
+    assert 3 < errors[2] / errors[1] < 7
+
+
+@pytest.mark.parametrize("name", ["int4", "kivi", "rotated"])
+def test_activations_of_1e5_fit_float16_scales(name: str) -> None:
+    q = bound(name, LAYERS, scale=1e5)
+    x = torch.randn(2, B, 3, 64) * 1e5
+    rows = x if q.formats(0)[0].k.unit == "block" else x.flatten(0, 1)
+    for encode, decode in ((q.encode_k, q.decode_k), (q.encode_v, q.decode_v)):
+        out = decode(encode(rows, 0), 0, torch.float32)
+        assert out.isfinite().all()
+        assert (out - rows).norm() / rows.norm() < 0.2

@@ -232,7 +232,7 @@ def test_law2_the_fraction_read_from_the_cache_is_reported() -> None:
         assert engine.metrics()["attention"]["reads"] == "raw"
 
 
-@pytest.mark.parametrize("quantizer", ["int8_token", "kivi"])
+@pytest.mark.parametrize("quantizer", ["int8_token", "kivi", "protected"])
 def test_law3_swap_is_byte_exact(quantizer: str) -> None:
     with make(quantizer, 8, num_blocks=60, preemptor="swap") as engine:
         ids = [engine.add_request(p, PARAMS) for p in PROMPTS[:3]]
@@ -248,8 +248,8 @@ def test_law3_swap_is_byte_exact(quantizer: str) -> None:
         store.poison_blocks(out.device)
         if out.raw_host:
             store.copy_raw_out(out.tail_slot, out.sink_slot, out.raw_host)
-            for plane in store._tails:
-                plane[out.tail_slot] = torch.nan
+            for plane, slot in store._raw(out.tail_slot, out.sink_slot):
+                plane[slot] = torch.nan
         copy = engine.scheduler.manager.swap_in(victim, alone=True)
         assert copy is not None
         store.copy_in(copy.device, copy.host)
@@ -363,7 +363,7 @@ def test_law9_allocated_bytes_are_the_formula() -> None:
                 for r in ranges
             )
             memory = engine.metrics()["memory"]
-            rows = 16 if block_unit(quantizer) else 0  # the open block of each of 8 requests, K and V, float32
+            rows = 16 if block_unit(quantizer) else 4 if quantizer == "protected" else 0  # open block, sinks; K and V, float32
             assert memory["tail_bytes"] == 8 * rows * sum(la.H * (la.Dk + la.Dv) for la in engine.layers) * 4
             assert memory["allocated_bytes"] == memory["pool_bytes"] + memory["static_bytes"] + memory["tail_bytes"]
             assert allocated == formula == memory["pool_bytes"] == 128 * store.block_bytes

@@ -23,7 +23,15 @@ LAYERS = {
     "all": {"H": 1, "G": 5, "Dk": 12, "Dv": 20, "window": 11, "softcap": 5.0, "sinks": True},
 }
 QUANTIZERS = ["none", "fp8", "int8", {"name": "int8", "zero_point": True}, "int8_token", "int4", "rotated"]
-BLOCK_UNIT = ["kivi", {"name": "kivi", "v_bits": 2, "tail_blocks": 2}]
+BLOCK_UNIT = [
+    "kivi",
+    {"name": "kivi", "v_bits": 2, "tail_blocks": 2},
+    {"name": "protected", "inner": "rotated", "sink_tokens": 3, "tail_blocks": 0},
+]
+PROTECTED = [
+    {"name": "protected", "inner": {"name": "rotated", "group": 32}, "heads": [[0, 0]], "wide": "int8_token"},
+    {"name": "protected", "inner": "int4", "sink_tokens": 5},
+]
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 2e-5) -> None:
@@ -49,7 +57,7 @@ def mixed(lengths: list[int], chunk: int) -> list[dict[int, int]]:
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("quantizer", QUANTIZERS + BLOCK_UNIT, ids=str)
+@pytest.mark.parametrize("quantizer", QUANTIZERS + PROTECTED + BLOCK_UNIT, ids=str)
 def test_equals_dense_attention_over_stored_values(quantizer: object, layer: str, deterministic: bool) -> None:
     lengths = [37, 5, 90, 70]
     paged = Paged(shape(**LAYERS[layer]), quantizer, lengths, deterministic=deterministic)
@@ -99,7 +107,7 @@ def test_any_layer_any_schedule(data: st.DataObject) -> None:
         close(out, paged.expected(r))
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS + BLOCK_UNIT, ids=str)
+@pytest.mark.parametrize("quantizer", QUANTIZERS + PROTECTED + BLOCK_UNIT, ids=str)
 @pytest.mark.parametrize("layer", ["gqa3", "all"])
 def test_deterministic_results_do_not_depend_on_the_schedule(quantizer: object, layer: str) -> None:
     lengths = [70, 9, 140]

@@ -7,6 +7,7 @@ Legend: R requests · t rows each · S keys, at positions k_pos[:, 0], k_pos[:, 
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ def runs(
             tails.append((side, Window(_as_stored(seen.rows, side), seen.positions)))
     start = int(q_pos[0, 0]) if tails and t > 1 else 0
     cuts = [0, *range(B - start % B, t, B), t] if tails else [0, t]  # rows of one block see the same blocks raw
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in pairwise(cuts):
         undo = [_show_tail(side, seen, q_pos[:, first:last], k_pos) for side, seen in tails]
         yield slice(first, last)
         for (side, _), (request, where, before) in zip(tails, undo, strict=True):
