@@ -57,3 +57,34 @@ def heat_map(
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
+
+
+def frontier(path: Path, points: Sequence[tuple[str, float, float, float]], best: Sequence[str], title: str) -> Path:
+    """Two panels. points: (label, bits, KL, perplexity change in percent); `best` are joined by a line. Returns `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    families = sorted({label.split("(")[0].split()[0] for label, *_ in points})
+    figure, axes = plt.subplots(1, 2, figsize=(13, 5.6))
+    for axis, which, name in ((axes[0], 2, "KL to none (nats per token)"), (axes[1], 3, "perplexity change (%)")):
+        for point in points:
+            color = plt.get_cmap("tab10")(families.index(point[0].split("(")[0].split()[0]) % 10)
+            axis.plot(point[1], point[which], "o", color=color, markersize=6)
+            axis.annotate(point[0], (point[1], point[which]), textcoords="offset points", xytext=(4, 4), fontsize=6)
+        line = sorted((p for p in points if p[0] in best), key=lambda p: p[1])
+        axis.plot([p[1] for p in line], [p[which] for p in line], "-", color="gray", linewidth=0.8, zorder=0)
+        if which == 2:
+            axis.set_yscale("log")
+        else:
+            axis.set_yscale("symlog", linthresh=0.1)
+        axis.set_xlabel("effective bits per element, mean of K and V")
+        axis.set_ylabel(name)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path

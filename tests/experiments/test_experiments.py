@@ -156,3 +156,33 @@ def test_engine_speed_is_measured_in_turn_with_generate(tmp_path: Path, capsys: 
     assert record["rows"][4]["policy"]["scales"].startswith("calibrated in memory")
     assert record["rows"][4]["memory"]["capacity_tokens"] >= 3 * 44
     assert "3x40" in capsys.readouterr().out
+
+
+def test_frontier_sorts_by_bits_names_the_best_per_budget_and_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = "[int8,{quantizer: int4, method: mse},{quantizer: {name: kivi, bits: 2}, block_size: 32},rotated]"
+    small = ["documents=2", "tokens_per_document=80", "calibration_documents=2", "calibration={name: briefs}", f"settings={settings}"]
+    arguments = ["experiment=frontier", *TINY, *small]
+    record = run_it(tmp_path / "a", *arguments)
+    rows = {row["label"]: row for row in record["rows"]}
+    assert list(rows) == ["int8", "int4 mse", "kivi(bits=2) block 32", "rotated"]
+    assert rows["kivi(bits=2) block 32"]["policy"]["block_size"] == 32
+    assert rows["int4 mse"]["policy"]["scales"] == "mse: 2 documents of briefs"
+    assert all(row["accuracy"]["tokens_scored"] == 2 * 79 and row["accuracy"]["kl_divergence"] > 0 for row in rows.values())
+    assert rows["int8"]["accuracy"]["kl_divergence"] < rows["rotated"]["accuracy"]["kl_divergence"]
+    assert (tmp_path / "a" / "frontier.png").stat().st_size > 1000
+    out = capsys.readouterr().out
+    assert "up to 8.13 bits: int8" not in out, "D 16: V of int8 takes 9 bits, int8 8.5 on average"
+    assert "up to" in out
+
+    sums = json.loads((tmp_path / "a" / "sums.json").read_text())
+    sums["done"] = 1
+    for accuracy in (sums["none"], *sums["settings"].values()):
+        for name in ("tokens", "nll", "baseline_nll", "kl"):
+            accuracy[name] = accuracy[name][:1]
+    (tmp_path / "a" / "sums.json").write_text(json.dumps(sums))
+    again = run_it(tmp_path / "b", *arguments, f"resume={tmp_path / 'a'}")
+    for row in again["rows"]:
+        assert row["accuracy"]["kl_divergence"] == pytest.approx(rows[row["label"]]["accuracy"]["kl_divergence"], rel=1e-6)
+    assert run.main([*arguments, "tokens_per_document=70", f"resume={tmp_path / 'a'}", f"hydra.run.dir={tmp_path / 'c'}"]) == 2
