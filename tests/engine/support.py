@@ -37,7 +37,7 @@ def scales(quantizer: str, name: str = "llama") -> ScaleFile | None:
     """Scales of the tiny model for a quantizer that needs them, from random text; None for the others."""
     from calibration.collect import calibrate
 
-    if not QUANTIZERS.get(quantizer).needs_scales:
+    if not QUANTIZERS.build(quantizer).needs_scales:
         return None
     with Engine.create(model(name), num_blocks=64) as engine:
         return calibrate(engine, [tokens(99, 200)], QUANTIZERS.build(quantizer))

@@ -158,11 +158,15 @@ def test_engine_speed_is_measured_in_turn_with_generate(tmp_path: Path, capsys: 
     assert "3x40" in capsys.readouterr().out
 
 
-def test_frontier_sorts_by_bits_names_the_best_per_budget_and_resumes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_frontier_sorts_by_bits_names_the_best_per_budget_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = "[int8,{quantizer: int4, method: mse},{quantizer: {name: kivi, bits: 2}, block_size: 32},rotated]"
-    small = ["documents=2", "tokens_per_document=80", "calibration_documents=2", "calibration={name: briefs}", f"settings={settings}"]
+    small = [
+        "documents=2",
+        "tokens_per_document=80",
+        "calibration_documents=2",
+        "calibration={name: briefs}",
+        f"settings={settings}",
+    ]
     arguments = ["experiment=frontier", *TINY, *small]
     record = run_it(tmp_path / "a", *arguments)
     rows = {row["label"]: row for row in record["rows"]}
