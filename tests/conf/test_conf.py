@@ -108,7 +108,9 @@ def test_one_file_per_registered_name_with_every_field_at_its_default(group: str
         values = read(group, option)
         assert values.pop("name") == option
         fields = [f for f in dataclasses.fields(registry.get(option)) if f.init]
-        expected = {f.name: "???" if f.default is dataclasses.MISSING else f.default for f in fields}
+        expected = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+        expected |= {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+        expected = {f.name: expected.get(f.name, "???") for f in fields}
         assert values == expected, f"conf/{group}/{option}.yaml differs from the dataclass's defaults"
 
 
