@@ -201,8 +201,8 @@ def test_law2_block_unit_formats_see_what_token_by_token_decoding_sees(quantizer
     prefill = logits(quantizer)
     assert torch.equal(prefill, logits(quantizer, max_num_batched_tokens=1, max_num_seqs=1))
     none = logits("none")
-    assert torch.equal(prefill[:8], none[:8]), "the first block sees itself raw"
-    assert not torch.equal(prefill[8:], none[8:])
+    torch.testing.assert_close(prefill[:8], none[:8], rtol=1e-4, atol=1e-4)  # the first block sees itself raw
+    assert (prefill[8:] - none[8:]).abs().max() > 1e-3
 
 
 def test_law2_reads_come_from_the_pool_in_prefill_too() -> None:

@@ -46,8 +46,8 @@ def instruction_set() -> str:
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
     """None if the kernels read and write this format at head dim D, else the reason."""
-    if fmt.unit != "token" or fmt.scale not in _SCALES:
-        return f"the cpu kernels encode single tokens, not {fmt.unit}s"
+    if fmt.unit != "token" or fmt.scale not in _SCALES or fmt.sink_tokens:
+        return "the cpu kernels encode single tokens and keep no raw tails or sinks"
     if fmt.raw:
         known = fmt.storage in (torch.float32, torch.bfloat16, torch.float16)
         return None if known else f"the cpu kernels have no raw {fmt.storage}"

@@ -181,6 +181,8 @@ def refusal(fmt: KVFormat, D: int) -> str | None:
     reason = codec.refusal(fmt, D)
     if reason:
         return reason
+    if fmt.unit != "token" or fmt.sink_tokens:
+        return "Triton kernels encode single tokens and keep no raw tails or sinks"
     if fmt.rotate:
         return "Triton kernels do not rotate"
     if fmt.bits < 4:
