@@ -4,6 +4,7 @@ Takes: a source by name (conf/data; the sources themselves are in sources/). Giv
 Does not know about: models, quantizers, what the tokens are for.
 """
 
+import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import Any, ClassVar
 from calibration.rows import Reader, Report
 from qkv.errors import ConfigError
 from qkv.registry import Registry
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -32,12 +35,16 @@ class DataSource(ABC):
         """
 
     def documents(self, tokenizer: Any = None, report: Report | None = None) -> list[str]:
-        """Every usable text, in a fixed order; what was skipped is counted in `report`. tokenizer: for its chat template.
+        """Every usable text, in a fixed order; what was skipped or guessed goes into `report`, without one to the log.
+
+        tokenizer: for its chat template.
 
         Raises ConfigError when the source is missing, a named column is not there, or nothing is left.
         """
         reader = Reader(getattr(self, "field", None), tokenizer, report if report is not None else Report())
         texts = list(reader.texts(self.rows()))
+        if report is None and (reader.report.notes or reader.report.skipped):
+            log.warning("data.%s: %s", self.name, reader.report.line())
         if not texts:
             raise ConfigError(f"data.{self.name}: no usable text is left; {reader.report.line()}")
         return texts

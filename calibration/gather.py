@@ -70,7 +70,7 @@ def gather(
         for i, tokens in enumerate(documents[done:], done + 1):
             collector.begin()
             run_document(engine, tokens)
-            if i % every == 0 and i < len(documents):
+            if i % every == 0 or i == len(documents):
                 Statistics(collector.stats, identity | {"done": i}).save(checkpoint)
             if progress:
                 progress(len(tokens))

@@ -38,7 +38,7 @@ class OutputErrors:
         if len(k) < 2:  # a first token attends to itself only
             return
         n, shape = self._layers[layer]
-        q, k, v = q.float(), k.float(), v.float()
+        q, k, v = (x.float().cpu() for x in (q, k, v))  # where the candidates were bound
         weights = probabilities(shape, q, k)
         exact = mix(weights, v)
         self.energy[layer] += exact.square().sum((1, 2, 3)).double().cpu()

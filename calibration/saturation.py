@@ -56,7 +56,7 @@ class Saturation:
             heads = slice(ranges.heads.start, ranges.heads.stop)
             for side, fmt, x, scale, zero in (("k", ranges.k, k, s.k_scale, s.k_zero), ("v", ranges.v, v, s.v_scale, s.v_zero)):
                 if fmt.scale in STATIC_SCALES and scale is not None:
-                    _add(self.fits[layer].setdefault(side, Fit()), x[self._raw :, heads].float(), fmt, scale, zero)
+                    _add(self.fits[layer].setdefault(side, Fit()), x[self._raw :, heads].float().cpu(), fmt, scale, zero)
 
 
 def _add(fit: Fit, x: torch.Tensor, fmt: KVFormat, scale: torch.Tensor, zero: torch.Tensor | None) -> None:

@@ -67,12 +67,12 @@ class Calibrate(Experiment):
             statistics, scales = self._calibrate(run, engine, quantizer, sample)
             statistics.save(statistics_path(self.out))
             scales.save(self.out)
-            self._checkpoint.unlink(missing_ok=True)
             report = self._check(run, loaded, engine, statistics, scales, sample)
         finally:
             engine.close()
         scales.save(self.out)  # with what the check found
         write(run.folder, report)
+        self._checkpoint.unlink(missing_ok=True)
         self._show(run, report)
 
     @property

@@ -13,12 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from calibration import merge, run
+from calibration import merge, run, search
+from calibration.gather import gather
 from calibration.statistics import Statistics, statistics_path
 from qkv.engine import Engine
 from qkv.errors import ScaleError
 from qkv.models import load_model
+from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
+from tests.engine.support import tokens
+from tests.engine.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[2]
 TINY = ["model=llama3-8b-tiny", "data=pydoc", "sample.documents=12", "sample.held_back=2", "sample.tokens=48", "logger=none"]
@@ -205,3 +209,35 @@ def test_help_shows_methods_and_examples(capsys: pytest.CaptureFixture[Any]) -> 
     assert "method=METHOD" in out
     assert "dialogues" in out
     assert "$" not in out
+
+
+def test_the_readmes_command_reads_a_folder_of_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "documents").mkdir()
+    for i in range(3):
+        (tmp_path / "documents" / f"{i}.md").write_text(f"# Note {i}\n\n" + "Some words about it. " * (5 + i), encoding="utf-8")
+    (tmp_path / "documents" / "empty.txt").write_text("")
+    scales = calibrated(tmp_path, "data=text", f"data.path={tmp_path / 'documents'}", "sample.documents=2", "sample.held_back=1")
+    assert scales.metadata["documents"] == 2
+    assert "3 of 4 rows used; skipped: 1 empty or null" in capsys.readouterr().out
+
+
+def test_values_of_1e5_are_calibrated_and_those_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    """Large enough to overflow float16, and a model whose weights are broken."""
+    model = tiny_model("qwen2")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.bias[3] = 1e5
+    with Engine.create(model, num_blocks=16) as engine:
+        statistics = gather(engine, [tokens(1, 40)], 4, tmp_path / "c.safetensors", 4)
+        shapes = engine.layers
+    for spec in ("int8", "int4", "fp8"):
+        quantizer = QUANTIZERS.build(spec)
+        for method in ("absmax", "percentile", "mse"):
+            scales = search.tensors(quantizer, statistics.layers, shapes, method, 99.0)
+            fixed = search.bound(quantizer, scales, shapes)
+            k = torch.zeros(2, 2, 16)
+            k[0, 0, 3] = 1e5
+            assert fixed.decode_k(fixed.encode_k(k, 0), 0, torch.float32).isfinite().all()
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight[0, 0] = torch.nan
+    with Engine.create(model, num_blocks=16) as engine, pytest.raises(ScaleError, match=r"layer 2: .*not finite"):
+        gather(engine, [tokens(1, 40)], 4, tmp_path / "d.safetensors", 4)
