@@ -14,7 +14,7 @@ from calibration import histogram
 from calibration.collect import Stats, run_document
 from calibration.output import FIRST, OutputErrors
 from calibration.saturation import Saturation
-from calibration.search import bound
+from calibration.search import bound, tensors
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ HEAD = 4.0  # a head, of the median head's
 SINK = 0.05  # a position is a sink from this mean share of the attention on, and from SINK_RATIO times an even share on
 SINK_RATIO = 3.0
 _WORST = 4  # times per-channel's output error, from which on per-token keys are advised against
+_NOTHING = 1e-4  # relative errors below this are no basis for a ratio
 
 Layers = list[dict[str, Any]]
 
@@ -34,7 +35,7 @@ def diagnose(
     engine: "Engine",
     stats: Mapping[int, Stats],
     quantizer: Quantizer,
-    tensors: dict[str, torch.Tensor],
+    scales: dict[str, torch.Tensor],
     documents: Sequence[Sequence[int]],
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
@@ -42,11 +43,11 @@ def diagnose(
 
     "layers": per layer {layer, k_absmax [H], v_absmax [H], v_token {p50, p99} [H], outliers [{head, channel, absmax, ratio}], and
     measured on `documents`: saturation and reach {k, v}, output_error [H] (relative, both sides stored), output_error_k [H],
-    output_error_per_token_k [H] (keys as int8_token instead), sink_share [FIRST] and even_share (if all drew
-    alike)}. "suggestions": see suggest().
+    output_error_int8_channel_k and output_error_int8_token_k [H] (keys as in int8 and int8_token instead), sink_share [FIRST]
+    and even_share (if all positions drew alike)}. "suggestions": see suggest().
     """
-    fixed = bound(quantizer, tensors, engine.layers)
-    saturation, errors = Saturation(engine.layers, fixed), _output_errors(engine, fixed)
+    fixed = bound(quantizer, scales, engine.layers)
+    saturation, errors = Saturation(engine.layers, fixed), _output_errors(engine, fixed, stats)
     for tokens in documents:
         for observer in (saturation, errors):
             if observer is not None and len(tokens) > 1:
@@ -60,22 +61,23 @@ def diagnose(
         entry["saturation"] = {side: fit.rate for side, fit in saturation.fits[layer.index].items()}
         entry["reach"] = {side: fit.reach for side, fit in saturation.fits[layer.index].items()}
         if errors is not None and documents:
-            both, keys, per_token = (row.tolist() for row in errors.relative(layer.index))
-            entry |= {"output_error": both, "output_error_k": keys, "output_error_per_token_k": per_token}
+            names = ("output_error", "output_error_k", "output_error_int8_channel_k", "output_error_int8_token_k")
+            entry |= dict(zip(names, errors.relative(layer.index).tolist(), strict=True))
             mass = errors.mass[layer.index].mean(0) / max(1, errors.queries[layer.index])
             entry |= {"sink_share": mass.tolist(), "even_share": errors.uniform}
         layers.append(entry)
     return {"layers": layers, "suggestions": suggest(layers)}
 
 
-def _output_errors(engine: "Engine", quantizer: Quantizer) -> OutputErrors | None:
+def _output_errors(engine: "Engine", quantizer: Quantizer, stats: Mapping[int, Stats]) -> OutputErrors | None:
     """None for a quantizer whose blocks are encoded together: it has no error per token."""
     formats = [f for i in range(len(engine.layers)) for r in quantizer.formats(i) for f in (r.k, r.v)]
     if any(f.unit != "token" for f in formats):
         return None
-    per_token = QUANTIZERS.build("int8_token")
+    int8, per_token = QUANTIZERS.build("int8"), QUANTIZERS.build("int8_token")
+    per_channel = bound(int8, tensors(int8, stats, engine.layers, "absmax", 100.0), engine.layers)
     per_token.bind(list(engine.layers), None, torch.float32, torch.device("cpu"))
-    return OutputErrors(engine.layers, [("kv", quantizer), ("k", quantizer), ("k", per_token)])
+    return OutputErrors(engine.layers, [("kv", quantizer), ("k", quantizer), ("k", per_channel), ("k", per_token)])
 
 
 def _ranges(index: int, stats: Stats) -> dict[str, Any]:
@@ -154,13 +156,13 @@ def _from_errors(layers: Layers, out: Suggestions) -> None:
             f"keep the first {out.sinks} token(s) in a wider format: of the first {FIRST} positions they draw at least "
             f"{100 * SINK:g} % of the attention each (the first: {100 * float(share[0]):.0f} %)."
         )
-    ours, per_token = (torch.tensor([e[f"output_error{kind}"] for e in layers]) for kind in ("_k", "_per_token_k"))
-    worst = (per_token / ours.clamp(min=1e-30)).flatten()
+    channel, token = (torch.tensor([e[f"output_error_int8_{kind}_k"] for e in layers]) for kind in ("channel", "token"))
+    worst = (token / channel.clamp(min=_NOTHING)).flatten()
     at = int(worst.argmax())
-    where = f"layer {layers[at // ours.shape[1]]['layer']}, head {at % ours.shape[1]}"
+    where = f"layer {layers[at // channel.shape[1]]['layer']}, head {at % channel.shape[1]}"
     verdict = "do not use per-token keys here" if float(worst[at]) >= _WORST else "no head is much worse off with them"
     out.lines.append(
-        f"int8 keys with one scale per token would move attention output {100 * float(per_token.square().mean().sqrt()):.2f} %, "
-        f"against {100 * float(ours.square().mean().sqrt()):.2f} % with this file's keys; at worst {where}, "
+        f"8-bit keys with one scale per token would move attention output {100 * float(token.square().mean().sqrt()):.2f} %, "
+        f"with one per channel {100 * float(channel.square().mean().sqrt()):.2f} %; at worst {where}, "
         f"{float(worst[at]):.1f} times as much: {verdict}."
     )

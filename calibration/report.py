@@ -106,7 +106,7 @@ def _charts(folder: Path, layers: Sequence[Mapping[str, Any]]) -> list[Path]:
         lines = {
             "relative error of attention output, per head": [e["output_error"] for e in layers],
             "of it, from K": [e["output_error_k"] for e in layers],
-            "with int8 keys per token": [e["output_error_per_token_k"] for e in layers],
+            "with 8-bit keys per token": [e["output_error_int8_token_k"] for e in layers],
         }
         charts.append(_figure(folder / "output_error.png", len(lines), lambda axes: _dots(axes, lines, index)))
         shares = {"share of attention on the first positions": [e["sink_share"] for e in layers]}

@@ -120,12 +120,13 @@ class Drift(Experiment):
         before = (file.metadata.get("check") or {}).get("saturation") or {}
         sides = [side for side in "kv" if any(side in e["saturation"] for e in found.layers)]
         rows = []
-        for e in sorted(found.layers, key=lambda e: -max((e["reach"][s] for s in sides), default=0.0))[:_WORST]:
+        for e in sorted(found.layers, key=lambda e: -max(e["reach"].values(), default=0.0))[:_WORST]:
             cells = [str(e["layer"])]
             for side in sides:
                 then = before.get(str(e["layer"]), {}).get(side)
-                cells += [number(100 * e["saturation"][side], 3, suffix=" %"), "-" if then is None else f"{100 * then:.3f} %"]
-                cells.append(number(e["reach"][side], 2))
+                now, reach = e["saturation"].get(side), e["reach"].get(side)
+                cells += ["-" if rate is None else f"{100 * rate:.3f} %" for rate in (now, then)]
+                cells.append(number(reach, 2))
             rows.append(cells)
         names = [f"{s.upper()} {what}" for s in sides for what in ("saturated", "at calibration", "reach")]
         if sides:

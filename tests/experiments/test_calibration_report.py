@@ -54,7 +54,7 @@ def test_a_planted_outlier_channel_stands_out_and_per_token_keys_fail() -> None:
     assert (outlier["head"], outlier["channel"]) == (HEAD, CHANNEL)
     assert outlier["ratio"] > 30
     assert all(not e["outliers"] for e in found["layers"] if e["layer"] != LAYER)
-    assert entry["output_error_per_token_k"][HEAD] > 4 * entry["output_error_k"][HEAD]
+    assert entry["output_error_int8_token_k"][HEAD] > 4 * entry["output_error_int8_channel_k"][HEAD]
     lines = " ".join(found["suggestions"]["lines"])
     assert f"the largest in layer {LAYER}, head {HEAD}, channel {CHANNEL}" in lines
     assert f"at worst layer {LAYER}, head {HEAD}" in lines
@@ -316,3 +316,14 @@ def test_output_errors_are_those_of_attention() -> None:
     error = (attention(*stored) - attention(k, v)).square().unflatten(0, (2, 2)).sum((1, 2, 3))
     torch.testing.assert_close(seen.errors[0][0], error.double(), rtol=1e-3, atol=0)
     assert seen.relative(0).shape == (1, 2)
+
+
+@pytest.mark.parametrize("settings", [["method=output"], ["quantizer.tail_blocks=1"]], ids=["token", "block"])
+def test_protected_calibrates_and_drifts_like_what_it_wraps(settings: list[str], tmp_path: Path) -> None:
+    out, given = tmp_path / "s.safetensors", ["quantizer=protected", "quantizer.layers=[0]", *settings]
+    assert run.main([*TINY, f"out={out}", f"hydra.run.dir={tmp_path / 'run'}", *given]) == 0
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert [bool(e["saturation"]) for e in report["layers"]] == [False, True, True], "layer 0 has no static scales"
+    assert ("output_error" in report["layers"][0]) == (settings == ["method=output"])
+    assert drift.main([*TINY, f"scales={out}", f"hydra.run.dir={tmp_path / 'drift'}"]) == 0
+    assert json.loads((tmp_path / "drift/record.json").read_text())["rows"][0]["policy"]["quantizer"] == "protected"
