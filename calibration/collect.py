@@ -110,8 +110,13 @@ def combined(a: Stats, b: Stats) -> Stats:
 
 
 def run_document(engine: "Engine", tokens: Sequence[int]) -> None:
-    """One forward over the document; scoring would compute logits that nobody reads, so it asks for one new token."""
-    engine.generate([list(tokens)], _ONE_TOKEN)
+    """One forward over the document; scoring would compute logits that nobody reads, so it asks for one new token.
+
+    Raises ScaleError for a document that the engine cannot take.
+    """
+    (output,) = engine.generate([list(tokens)], _ONE_TOKEN)
+    if output.error is not None:
+        raise ScaleError(f"calibration: a document of {len(tokens)} tokens cannot be run: {output.error}")
 
 
 def check_finite(stats: dict[int, Stats], layers: Sequence[LayerShape]) -> None:

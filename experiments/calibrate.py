@@ -183,6 +183,6 @@ def memory(config: EngineConfig, loaded: LoadedModel, scales: ScaleFile) -> dict
 
 def whole_documents(config: EngineConfig, tokens: int) -> EngineConfig:
     """An engine that runs a document of up to `tokens` tokens in one step, one at a time."""
-    config = measure.single_document(config, tokens)
+    config = measure.single_document(config, tokens + 1)  # the one new token asked for
     batch = max(tokens, config.scheduler.max_num_batched_tokens)
     return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=batch))

@@ -15,7 +15,7 @@ from experiments import measure
 from experiments.accuracy import Accuracy, score_document
 from experiments.base import EXPERIMENTS, Experiment, Run
 from experiments.plots import bars
-from experiments.scales import provide
+from experiments.scales import provide, used_by
 from experiments.table import console, number, show
 from qkv.engine import Engine
 from qkv.errors import ConfigError
@@ -69,8 +69,9 @@ class Compare(Experiment):
             raise ConfigError(f"quantizers: each at most once, got {', '.join(labels)}")
 
     def run(self, run: Run) -> None:
-        loaded = load_model(run.engine.model)
         specs = ["none", *(s for s in self.quantizers if measure.label(s) != "none")]
+        used_by(run, [QUANTIZERS.build(spec) for spec in specs])
+        loaded = load_model(run.engine.model)
         cases = [_Case(spec, {}) for spec in specs]
         documents = windows(run.data, loaded.tokenizer, self.documents, self.tokens_per_document, run.engine.seed)
         try:

@@ -95,7 +95,7 @@ class Frontier(Experiment):
     def run(self, run: Run) -> None:
         loaded = load_model(run.engine.model)
         documents = windows(run.data, loaded.tokenizer, self.documents, self.tokens_per_document, run.engine.seed)
-        config = measure.single_document(run.engine, self.tokens_per_document)
+        config = measure.single_document(run.engine, self.tokens_per_document + 1)  # calibration asks for one new token
         own = Accuracy()
         cases = [_Case(setting, {}) for setting in self._settings]
         identity = xxhash.xxh3_128_hexdigest(json.dumps([loaded.fingerprint, documents, self.calibration]).encode())

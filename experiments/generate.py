@@ -7,10 +7,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.markup import escape
+
 from calibration.data import encode
 from experiments import measure
 from experiments.base import EXPERIMENTS, Experiment, Run
-from experiments.scales import provide
+from experiments.scales import provide, used_by
 from experiments.table import console, number, show
 from qkv.errors import RequestError
 from qkv.models import load_model
@@ -32,8 +34,9 @@ class Generate(Experiment):
         require(bool(self.prompts), "prompts", self.prompts, "at least one prompt: prompts='[\"...\"]'")
 
     def run(self, run: Run) -> None:
-        loaded = load_model(run.engine.model)
         quantizer = QUANTIZERS.build(run.engine.quantizer)
+        used_by(run, [quantizer])
+        loaded = load_model(run.engine.model)
         scales, origin = provide(run, loaded, quantizer, documents=8, tokens=512, skip=0)
         engine = measure.engine(run.engine, loaded, run.engine.quantizer, scales)
         try:
@@ -48,10 +51,6 @@ class Generate(Experiment):
         outputs: list[RequestOutput] = engine.generate(tokens, self.sampling, progress=run.progress)
         wall = time.perf_counter() - start
         screen = console()
-        for prompt, output in zip(self.prompts, outputs, strict=True):
-            screen.rule(prompt.splitlines()[0][:100], align="left")
-            print(output.error or output.text or f"(no text) token ids: {output.token_ids}")
-        screen.rule()
         metrics = engine.metrics()
         run.record.set("attention", metrics["attention"])
         served = [o for o in outputs if o.finish_reason != "error"]
@@ -65,6 +64,10 @@ class Generate(Experiment):
                 "outputs": [_summary(prompt, output) for prompt, output in zip(self.prompts, outputs, strict=True)],
             }
         )
+        for prompt, output in zip(self.prompts, outputs, strict=True):
+            screen.rule(escape((prompt.splitlines() or ["(empty)"])[0][:100]), align="left")
+            print(output.error or output.text or f"(no text) token ids: {output.token_ids}")
+        screen.rule()
         columns = ["request", "prompt tokens", "cached", "new tokens", "ended by", "TTFT s", "s/token", "total s"]
         show(f"{engine.loaded.name}, KV quantizer {run.engine.quantizer['name']}", columns, [_line(o) for o in outputs])
         if outputs and not served:

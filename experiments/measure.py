@@ -26,14 +26,14 @@ def single_document(config: EngineConfig, tokens: int) -> EngineConfig:
     block = int(config.allocator.get("block_size", 16))
     cache = replace(
         config.cache,
-        num_blocks=-(-(tokens + 1) // block) + 2,
+        num_blocks=-(-tokens // block) + 2,
         memory_bytes=None,
         memory_utilization=None,
         host_memory_bytes=0,
         enable_prefix_caching=False,
     )
     allocator = {key: value for key, value in config.allocator.items() if key != "max_len"}  # contiguous: reserve the document
-    scheduler = replace(config.scheduler, max_model_len=tokens + 1, max_num_seqs=1)
+    scheduler = replace(config.scheduler, max_model_len=tokens, max_num_seqs=1)
     return replace(config, cache=cache, allocator=allocator, scheduler=scheduler)
 
 

@@ -3,6 +3,9 @@
 Takes: a quantizer. Gives: its ScaleFile or None, and where it came from in words. Does not know about: other quantizers.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 
 from calibration.collect import Collector, calibrate
@@ -10,6 +13,7 @@ from calibration.data import windows
 from experiments import measure
 from experiments.base import Run
 from experiments.table import console
+from qkv.errors import ScaleError
 from qkv.layout import LayerShape
 from qkv.models import LoadedModel
 from qkv.policies.quantizer.base import Quantizer
@@ -20,25 +24,41 @@ def provide(
     run: Run, loaded: LoadedModel, quantizer: Quantizer, documents: int, tokens: int, skip: int
 ) -> tuple[ScaleFile | None, str | None]:
     """The file of `scales` if it was made for this quantizer; else, if it needs scales, calibrated on `documents` windows
-    of `tokens` tokens of the run's data, after skipping the first `skip` windows; else none.
+    of `tokens` tokens of the run's data, after skipping the first `skip` windows; else none. Whoever compares several
+    quantizers has checked with used_by() that a given file is for one of them.
 
     Raises ScaleError, ConfigError (too little text).
     """
-    if run.engine.scales is not None:
-        file = ScaleFile.load(run.engine.scales)
-        if file.metadata.get("quantizer") == quantizer.name:
-            return file, str(run.engine.scales)
+    file = given(run)
+    if file is not None and file.metadata.get("quantizer") == quantizer.name:
+        return file, str(run.engine.scales)
     if not quantizer.needs_scales:
         return None, None
-    text = windows(run.data, loaded.tokenizer, documents, tokens, run.engine.seed, skip)
+    # One token less than the windows have: running a document asks for one new token.
+    text = [window[:-1] for window in windows(run.data, loaded.tokenizer, documents, tokens, run.engine.seed, skip)]
     engine = measure.engine(measure.single_document(run.engine, tokens), loaded, "none")
     try:
         file = calibrate(engine, text, quantizer)
     finally:
         engine.close()
-    origin = f"calibrated in memory: {documents} documents, {documents * tokens:,} tokens of {run.data.name}"
-    console().print(f"{quantizer.name}: no scale file given, {origin}")
+    origin = f"calibrated in memory: {documents} documents, {sum(map(len, text)):,} tokens of {run.data.name}"
+    console().print(f"{quantizer.name}: no scale file given for it, {origin}")
     return file, origin
+
+
+def given(run: Run) -> ScaleFile | None:
+    """The file that `scales` names, if it names one. Raises ScaleError."""
+    return None if run.engine.scales is None else ScaleFile.load(Path(run.engine.scales).expanduser())
+
+
+def used_by(run: Run, quantizers: Sequence[Quantizer]) -> None:
+    """Raise ScaleError if a scale file is given and none of the quantizers would use it: scales are never dropped silently."""
+    file = given(run)
+    if file is not None and file.metadata.get("quantizer") not in {q.name for q in quantizers}:
+        raise ScaleError(
+            f"scales={run.engine.scales} was made for quantizer '{file.metadata.get('quantizer')}', which is not among "
+            f"{', '.join(q.name for q in quantizers)}; add that quantizer, give another file, or scales=null"
+        )
 
 
 def stand_in(quantizer: Quantizer, layers: list[LayerShape]) -> ScaleFile | None:

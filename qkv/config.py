@@ -89,9 +89,9 @@ class CacheConfig:
     """
 
     num_blocks: int | None = None
-    memory_bytes: int | str | None = None
+    memory_bytes: int | float | str | None = None
     memory_utilization: float | None = None
-    host_memory_bytes: int | str = "1GiB"
+    host_memory_bytes: int | float | str = "1GiB"
     enable_prefix_caching: bool = True
     prefix_hash: Literal["xxh3_128", "sha256"] = "xxh3_128"
     poison: bool = False

@@ -65,7 +65,7 @@ class Engine:
             self._parts, loop = assemble(loaded, config, scales, clock), Loop
         self.config, self.loaded, self.clock = config, loaded, clock
         self._loop = loop(self._parts, Outputs(loaded.tokenizer, self._parts.adapter.eos_token_ids), config.seed, clock)
-        self._unclaimed: list[RequestOutput] = []  # ended while somebody else was driving the loop
+        self._unclaimed: list[Request] = []  # ended while somebody else was driving the loop
         self._closed = False
         self.tokenizer = loaded.tokenizer
         self.intake: Intake = self._parts.intake
@@ -180,8 +180,9 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the state of every request that got a token or ended."""
-        ready, self._unclaimed = self._unclaimed, []
-        return ready + [self._loop.output(request) for request in self._loop.advance()]
+        advanced = self._loop.advance()
+        ended_elsewhere, self._unclaimed = self._unclaimed, []
+        return [self._loop.output(request) for request in ended_elsewhere + advanced]
 
     def advance(self) -> list[Request]:
         """step() for those who measure: no outputs are made, and a simulation takes alike steps at once. Returns the requests
@@ -245,7 +246,7 @@ class Engine:
             return take
 
         try:
-            for index, tokens in enumerate(token_lists):
+            for index, tokens in enumerate([self.intake.scoring_tokens(t, first) for t in token_lists]):
                 request = self.intake.add_scoring(tokens, first, self.clock())
                 requests.append(request)
                 self._loop.receivers[request.id] = receive(index)
@@ -274,7 +275,7 @@ class Engine:
             except RequestError as error:
                 ids.append(None)
                 self.recorder.finished("error")
-                given = [] if isinstance(prompt, str) else list(prompt)
+                given = list(prompt) if isinstance(prompt, list | tuple) else []
                 failed.append(RequestOutput(-1, given, [], "", "error", RequestMetrics(), error=str(error)))
         return ids, failed
 
@@ -283,19 +284,23 @@ class Engine:
         pending = set(mine)
         try:
             while pending:
-                for request in self._loop.advance():
-                    if request.id not in mine:
+                ended_elsewhere = [r for r in self._unclaimed if r.id in pending]  # somebody else drove the loop meanwhile
+                self._unclaimed = [r for r in self._unclaimed if r.id not in pending]
+                advanced = ended_elsewhere or self._loop.advance()
+                self._unclaimed += [r for r in advanced if r.id not in mine and r.finish_reason is not None]
+                for request in advanced:
+                    if request.id in pending:
                         if request.finish_reason is not None:
-                            self._unclaimed.append(self._loop.output(request))
-                        continue
-                    if request.finish_reason is not None:
-                        pending.discard(request.id)
-                    yield request
+                            pending.discard(request.id)
+                        yield request
         finally:
             for request_id in pending:
                 self.abort(request_id)
             for request in self._loop.take_in():
-                self._loop.output(request)
+                if request.id in mine:
+                    self._loop.forget(request)
+                else:
+                    self._unclaimed.append(request)
 
     # -- looking in --------------------------------------------------------------------------------------------------
 
@@ -375,6 +380,7 @@ class Engine:
         for request in list(self.scheduler.requests()):
             self._loop.finish(request, "abort")
         self._parts.adapter.close()
+        self._parts.store.free()
 
     def __enter__(self) -> "Engine":
         return self

@@ -5,6 +5,7 @@ Takes: text or token ids. Gives: requests, drained by the stepping thread. Does 
 
 import threading
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 from qkv.errors import RequestError
@@ -31,6 +32,8 @@ class Intake:
         """Queue a generation. Any thread. Raises RequestError."""
         tokens = self.tokens(prompt)
         n = len(tokens)
+        if params.stop and self.tokenizer is None:
+            raise RequestError(f"stop={params.stop!r} needs a tokenizer, which this model has not; use stop_token_ids")
         limit = min(self.max_model_len, self.pool_tokens + 1)  # the last token sampled is never stored
         if n >= self.max_model_len:
             raise RequestError(
@@ -49,8 +52,12 @@ class Intake:
             )
         return self._queue(tokens, params, max_tokens, now, None, salt)
 
-    def add_scoring(self, prompt: Prompt, first: int, now: float) -> Request:
-        """Queue a scoring request for tokens first.. of the prompt. Raises RequestError."""
+    def add_scoring(self, tokens: list[int], first: int, now: float) -> Request:
+        """Queue a scoring request for tokens first.. of what scoring_tokens() let through."""
+        return self._queue(tokens, SamplingParams(max_tokens=1), 0, now, first, "")
+
+    def scoring_tokens(self, prompt: Prompt, first: int) -> list[int]:
+        """Token ids of a prompt to score from `first` on, validated. Raises RequestError."""
         tokens = self.tokens(prompt)
         if not 1 <= first < len(tokens):
             raise RequestError(f"first={first} is not allowed for {len(tokens)} tokens; it must be 1 to {len(tokens) - 1}")
@@ -58,7 +65,7 @@ class Intake:
             raise RequestError(
                 f"{len(tokens)} tokens to score; the model takes {self.max_model_len}, the KV pool holds {self.pool_tokens}"
             )
-        return self._queue(tokens, SamplingParams(max_tokens=1), 0, now, first, "")
+        return tokens
 
     def abort(self, request_id: int) -> None:
         """Any thread; takes effect before the next step. Unknown and finished ids are ignored."""
@@ -83,7 +90,13 @@ class Intake:
                 raise RequestError("this model has no tokenizer: give token ids, or pass tokenizer= to Engine.create")
             tokens = list(self.tokenizer(prompt)["input_ids"])
         else:
-            tokens = [int(t) for t in prompt]
+            try:
+                tokens = [index(t) for t in prompt]
+            except TypeError:
+                shown = repr(prompt) if len(repr(prompt)) < 60 else f"{repr(prompt)[:57]}..."
+                raise RequestError(
+                    f"a prompt is text or a list of token ids, not {shown}; several prompts are a list of those"
+                ) from None
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
         bad = next((t for t in tokens if not 0 <= t < self.vocab_size), None)

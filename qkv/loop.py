@@ -12,7 +12,7 @@ from qkv.assemble import Parts
 from qkv.metrics.summary import Latencies
 from qkv.outputs import Outputs, request_metrics
 from qkv.runner import Scored, StepResult
-from qkv.sampling import Sampler, token_logprob
+from qkv.sampling import NOT_FINITE, Sampler, token_logprob
 from qkv.scheduler import copies
 from qkv.types import FinishReason, Request, RequestOutput, StepPlan
 
@@ -27,25 +27,31 @@ class Loop:
         self.recorder = parts.scheduler.recorder
         self._outputs, self._sampler, self._clock = outputs, Sampler(seed), clock
         self.receivers: dict[int, Receiver] = {}
+        self._ended: list[Request] = []  # in a step that failed afterwards
         self.latencies = Latencies()
 
     def advance(self) -> list[Request]:
-        """One step; the requests that got a token or ended."""
-        ended = self.take_in()
-        if self.scheduler.idle:
-            return ended
-        plan = self.scheduler.plan()
+        """One step; the requests that got a token or ended. After an exception, which may come from a policy, a kernel, a
+        tokenizer or Ctrl-C, all that ran is prefilled again, and what had ended is in the next step's answer."""
+        advanced, self._ended = self._ended + self.take_in(), []
         try:
-            self._swap(plan)
-            began = self._clock()
-            result = self._runner.run(plan)
-            tokens = self._next_tokens(plan, result)
-            now = self._clock()
+            if not self.scheduler.idle:
+                self._step(advanced)
         except BaseException:
-            for request in [*plan.decodes, *(c.request for c in plan.prefills)]:
+            self._ended = [r for r in advanced if r.finish_reason is not None]
+            for request in self.scheduler.roll_back():
                 self._runner.forget(request)
-            self.scheduler.roll_back(plan)
             raise
+        return advanced
+
+    def _step(self, advanced: list[Request]) -> None:
+        """Appends to `advanced` as it goes."""
+        plan = self.scheduler.plan()
+        self._swap(plan)
+        began = self._clock()
+        result = self._runner.run(plan)
+        tokens = self._next_tokens(plan, result)
+        now = self._clock()
         self._time(plan, now - began)
         for request in (*plan.decodes, *(c.request for c in plan.prefills)):
             if request.first_scheduled is None:
@@ -53,10 +59,13 @@ class Loop:
         ready = self.scheduler.complete(plan)
         self.recorder.weigh_step(now - began)
         for request, token, logprob in zip(ready, *tokens, strict=True):
-            reason = self._outputs.append(request, token, logprob, now)
-            if reason:
+            if token == NOT_FINITE:
+                request.error = "the model's logits are not finite (overflow, or damaged weights); try another dtype"
+                self.finish(request, "error")
+            elif reason := self._outputs.append(request, token, logprob, now):
                 self.finish(request, reason)
-        return ended + ready + self._take_scores(plan, result)
+            advanced.append(request)
+        advanced += self._take_scores(plan, result)
 
     def take_in(self) -> list[Request]:
         """Empty the inbox: new requests join the queue, aborted ones end. Returns those."""
@@ -76,8 +85,10 @@ class Loop:
         """Copy preempted blocks out, then returning ones in, before the forward writes anything."""
         for request in plan.preempted:
             self._runner.forget(request)
+        store, costs = self._store, self.scheduler.costs
+        if plan.swap_out:
+            store.reserve_host()  # once; not part of what a copy costs
         began = self._clock()
-        store = self._store
         for swaps, copy, copy_raw in (
             (plan.swap_out, store.copy_out, store.copy_raw_out),
             (plan.swap_in, store.copy_in, store.copy_raw_in),
@@ -90,8 +101,7 @@ class Loop:
                     copy_raw(swap.tail_slot, swap.sink_slot, swap.raw_host)
         seconds = self._clock() - began
         moved = sum(len(s.device) + len(s.raw_host) for s in (*plan.swap_out, *plan.swap_in))
-        if moved and seconds > 0:
-            self.scheduler.costs.copy_bytes_per_s = moved * self._store.block_bytes / seconds
+        costs.count_copy(moved * store.block_bytes, seconds)
 
     def _next_tokens(self, plan: StepPlan, result: StepResult) -> tuple[list[int], list[Any]]:
         """A token, and log-probabilities where wanted, for each request that gets one in this step."""
@@ -125,7 +135,7 @@ class Loop:
         self.scheduler.finish(request, reason)
         self._runner.forget(request)
         self._sampler.forget(request.id)
-        if request.score_from is None:
+        if request.score_from is None and reason in ("stop", "length"):
             self.latencies.add(request_metrics(request))
 
     def forget(self, request: Request) -> None:
@@ -149,7 +159,6 @@ class Loop:
             r.mixed_decode_tokens += decodes
         elif prefills:
             r.prefill_seconds += seconds
-            if seconds > 0:
-                self.scheduler.costs.prefill_tokens_per_s = prefills / seconds
+            self.scheduler.costs.count_prefill(prefills, seconds)
         else:
             r.decode_seconds += seconds

@@ -11,6 +11,8 @@ import torch
 
 from qkv.types import SamplingParams, TokenLogprob
 
+NOT_FINITE = -1  # instead of a token id
+
 
 class Sampler:
     """One generator per sampling request, so that a request's samples do not depend on its batch."""
@@ -20,10 +22,15 @@ class Sampler:
         self._generators: dict[int, torch.Generator] = {}
 
     def sample(self, logits: torch.Tensor, requests: Sequence[tuple[int, SamplingParams]]) -> list[int]:
-        """logits [R, V]; requests: (id, params) per row. Returns R token ids. One synchronisation for all greedy rows."""
-        tokens: list[int] = argmax(logits).tolist()
+        """logits [R, V]; requests: (id, params) per row. Returns R token ids, NOT_FINITE for rows whose largest logit is NaN or
+        infinite. One synchronisation for all greedy rows."""
+        best = argmax(logits)
+        finite = logits.gather(1, best[:, None])[:, 0].isfinite().tolist()
+        tokens: list[int] = best.tolist()
         for row, (request_id, params) in enumerate(requests):
-            if params.temperature > 0:
+            if not finite[row]:
+                tokens[row] = NOT_FINITE
+            elif params.temperature > 0:
                 tokens[row] = self._draw(logits[row].float(), request_id, params)
         return tokens
 
@@ -50,7 +57,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Temperature, then top_k, top_p and min_p, in that order. logits [V] float32; removed tokens get -inf."""
-    logits = logits / params.temperature
+    logits = (logits - logits.max()) / params.temperature  # the largest stays 0, however small the temperature
     if 0 < params.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
     if params.top_p < 1:

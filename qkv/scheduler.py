@@ -26,6 +26,7 @@ class Scheduler:
         self._prefilling: dict[int, Request] = {}
         self._decoding: dict[int, Request] = {}
         self._due: dict[int, list[Request]] = {}  # step -> requests that need a block then; stale entries are skipped
+        self._plan = StepPlan(0, [], [], [], [], [])  # the latest, perhaps unfinished
         self._stalled = False  # nobody waiting can be admitted before something is released
 
     # -- queue -------------------------------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ class Scheduler:
         """The next step. Changes block tables, never token lists; nothing is published before complete()."""
         self.step += 1
         self.manager.allocator.step = self.step
-        plan = StepPlan(self.step, [], [], [], [], [])
+        plan = self._plan = StepPlan(self.step, [], [], [], [], [])
         for request in sorted(self._due.pop(self.step, ()), key=lambda r: r.sort_key):
             if request.due_step == self.step and request.status is Status.RUNNING:
                 self._grow(request, plan)
@@ -236,18 +237,18 @@ class Scheduler:
         request.status, request.finish_reason = Status.FINISHED, reason
         self.recorder.finished(reason)
 
-    def roll_back(self, plan: StepPlan) -> None:
-        """The step failed: what it may have half written is forgotten, and its requests wait to be prefilled again."""
-        swapped = [r for r in plan.preempted if r.status is Status.SWAPPED]  # whose copy may not have happened
-        for request in swapped:
+    def roll_back(self) -> list[Request]:
+        """The step failed, at whatever point from plan() on. All that runs waits to be prefilled again, and so does what this
+        step swapped out, since its copy may not have happened. Returns these requests; tokens and places are kept."""
+        swapped = [r for r in self._plan.preempted if r.status is Status.SWAPPED]
+        running = list(self._running.values())
+        for request in running:
+            self._leave(request)
+            self.add(request)
+        for request in running + swapped:
             self.manager.reset(request)
             request.status = Status.WAITING
-        for request in [*plan.decodes, *(c.request for c in plan.prefills)]:
-            if request.status is Status.RUNNING:
-                self._leave(request)
-                self.manager.reset(request)
-                request.status = Status.WAITING
-                self.add(request)
+        return running + self._plan.preempted
 
     def _leave(self, request: Request) -> None:
         self._stalled = False

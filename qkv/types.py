@@ -103,6 +103,7 @@ class Request:
     tail_slot: int = -1  # where its raw tail and the raw first tokens of its sequence are, while it runs
     sink_slot: int = -1
 
+    num_dropped: int = 0  # tokens computed before a recompute preemption
     cached_tokens: int = 0  # prefix hit at first admission
     preemptions: int = 0
     first_scheduled: float | None = None

@@ -4,6 +4,7 @@ Takes: requests. Gives: changed block tables, or False where the pool cannot ser
 HostPool. Does not know about: tensors, queues, who is preempted.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from qkv.cache.host_pool import HostPool
@@ -38,7 +39,8 @@ class BlockManager:
         self.reuse = True  # False: blocks are still published, but no request takes any
         self._block_bytes = block_bytes
         self._tails, self._sinks, self._raw_host_blocks = tails, sinks, raw_host_blocks
-        self._reserve = int(watermark * (allocator.num_blocks - allocator.num_reserved))
+        # What never grows needs nothing kept free for it.
+        self._reserve = int(watermark * (allocator.num_blocks - allocator.num_reserved)) if allocator.grows else 0
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -62,6 +64,8 @@ class BlockManager:
         self._take_slots(request, fresh=not cached)
         request.num_computed = len(cached) * self.block_size
         request.num_sealed = len(cached)
+        self.recorder.recompute_tokens += max(0, request.num_dropped - request.num_computed)
+        request.num_dropped = 0
         self._count_lookup(request)
         request.admissions += 1
         return True
@@ -153,7 +157,7 @@ class BlockManager:
     def drop(self, request: Request) -> None:
         """Recompute-preempt."""
         self.recorder.preemptions_recompute += 1
-        self.recorder.recompute_tokens += request.num_computed
+        request.num_dropped = request.num_computed
         self.reset(request)
 
     def host_blocks(self, request: Request) -> int:
@@ -207,7 +211,8 @@ class BlockManager:
             num_tokens=len(request.token_ids),
             num_computed=request.num_computed,
             num_blocks=self._used_blocks(request),
-            num_private_blocks=sum(refs[block] == 1 for block in request.blocks),
+            # whoever shares a block shares all before it: the first private one is found by bisection
+            num_private_blocks=len(request.blocks) - bisect_left(request.blocks, True, key=lambda block: refs[block] == 1),
             preemptions=request.preemptions,
         )
 

@@ -4,9 +4,10 @@ Does not know about: tensors' contents, requests.
 """
 
 import logging
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
-import psutil
 import torch
 
 from qkv.cache.store import raw_slot_bytes
@@ -77,7 +78,7 @@ def size_pool(
         how = f"memory_bytes={budget:,}{less} // {block_bytes:,} bytes per block"
     else:
         share = cache.memory_utilization or (0.9 if free_bytes is not None else DEFAULT_UTILIZATION.get(device.type, 0.5))
-        free = free_bytes if free_bytes is not None else _free(device)
+        free = free_bytes if free_bytes is not None else free_memory(device)
         budget = int(share * free)
         blocks = max(0, budget - raw_bytes) // block_bytes
         how = f"{share:.0%} of {free:,} free bytes{less} // {block_bytes:,} bytes per block"
@@ -89,6 +90,11 @@ def size_pool(
             f"cache.memory_bytes to {2 * block_bytes + raw_bytes:,} bytes or more, or lower allocator.block_size"
             + (" or scheduler.max_num_seqs" if raw_bytes else "")
         )
+    if free_bytes is None and blocks * block_bytes > (available := free_memory(device)):
+        raise ConfigError(
+            f"the pool would take {blocks * block_bytes / 2**30:,.1f} GiB ({how}), and {available / 2**30:,.1f} GiB are free; "
+            "lower cache.memory_bytes, cache.num_blocks or cache.memory_utilization"
+        )
     host_bytes = parse_bytes(cache.host_memory_bytes, "cache.host_memory_bytes") or 0
     text = (
         f"KV pool: {blocks:,} blocks ({how}) x {block_bytes:,} bytes = {blocks * block_bytes / 2**20:,.1f} MiB; "
@@ -98,5 +104,17 @@ def size_pool(
     return PoolSize(blocks, block_bytes, host_bytes // block_bytes, text)
 
 
-def _free(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on `device` now: of the GPU, or of main memory within the container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # counts reclaimable page cache as free, which sysconf does not
+        free = next(int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+    try:  # cgroup v2: a container may have less than the machine
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return free if limit == "max" else min(free, int(limit) - used)
+    except OSError:
+        return free

@@ -207,6 +207,17 @@ class KVStore:
         """Every plane as [N, bytes per block] uint8 views."""
         return [t.flatten(1).view(torch.uint8) for t in self._tensors]
 
+    def reserve_host(self) -> None:
+        """Allocate the host blocks now; otherwise the first copy does."""
+        self._host_pool()
+
+    def free(self) -> None:
+        """Give the memory back, whoever still holds the planes. Nothing may use the store afterwards."""
+        for tensor in (*self._tensors, *self._tails, *self._sinks, *([] if self._host is None else [self._host])):
+            storage = tensor.untyped_storage()
+            if storage.resizable():  # not while NumPy looks at it
+                storage.resize_(0)
+
     def _host_pool(self) -> torch.Tensor:
         if self._host is None:
             pinned = self.device.type == "cuda"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from qkv.cache.sizing import free_memory
 from qkv.errors import ConfigError, ModelError
-from qkv.models.memory import free_memory
 from qkv.validate import suggest
 
 if TYPE_CHECKING:

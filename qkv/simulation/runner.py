@@ -64,6 +64,12 @@ class SimulatedStore(KVStore):
 
     copy_raw_in = copy_raw_out
 
+    def reserve_host(self) -> None:
+        """There is nothing to reserve."""
+
+    def free(self) -> None:
+        """There is nothing to free."""
+
     def check_null(self) -> None:
         """There are no bytes to check."""
 

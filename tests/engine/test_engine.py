@@ -333,3 +333,94 @@ def test_calibration_does_not_depend_on_what_is_cached() -> None:
     with make() as engine:
         files = [calibrate(engine, [tokens(3, 60), tokens(4, 30)], QUANTIZERS.build("int8")) for _ in range(2)]
     assert all(torch.equal(files[0].tensors[name], files[1].tensors[name]) for name in files[0].tensors)
+
+
+def test_a_stream_ends_although_somebody_else_finished_its_requests() -> None:
+    with make() as engine:
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        seen = []
+        for out in engine.stream([tokens(0, 20)], params):
+            seen.append(out)
+            if len(seen) == 1:
+                assert len(engine.generate([tokens(1, 20)], params)[0].token_ids) == 6
+        assert seen[-1].finish_reason == "length"
+        assert len(seen[-1].token_ids) == 6
+        assert not engine.has_work
+
+
+def test_what_others_aborted_or_finished_is_not_lost_to_a_stream_that_is_left() -> None:
+    with make() as engine:
+        stream = engine.stream([tokens(0, 20)], SamplingParams(max_tokens=50))
+        next(stream)
+        other = engine.add_request(tokens(1, 20), SamplingParams(max_tokens=1))
+        aborted = engine.add_request(tokens(2, 20), SamplingParams(max_tokens=90))
+        next(stream)
+        engine.abort(aborted)
+        stream.close()
+        ended = {out.id: out.finish_reason for out in engine.step()}
+        assert ended == {other: "length", aborted: "abort"}
+
+
+def test_a_tiny_temperature_is_greedy_and_a_model_that_overflows_ends_its_own_request_only() -> None:
+    with make() as engine:
+        (greedy,) = engine.generate([tokens(0, 20)], SamplingParams(max_tokens=5, ignore_eos=True))
+        (cold,) = engine.generate([tokens(0, 20)], SamplingParams(max_tokens=5, ignore_eos=True, temperature=1e-40))
+        assert cold.token_ids == greedy.token_ids
+        forward = engine._parts.adapter.forward
+        overflows = iter([True] + [False] * 99)
+
+        def overflow(*a: Any, **kw: Any) -> torch.Tensor:
+            logits = forward(*a, **kw).clone()
+            logits[0] = torch.nan if next(overflows) else logits[0]
+            return logits
+
+        for temperature in (0.0, 1.0):
+            engine._parts.adapter.forward = overflow  # type: ignore[method-assign]
+            overflows = iter([True] + [False] * 99)
+            params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=temperature)
+            outs = engine.generate([tokens(0, 20), tokens(1, 20), tokens(2, 20)], params)
+            assert [o.finish_reason for o in outs] == ["error", "length", "length"]
+            assert "not finite" in (outs[0].error or "")
+            engine.check()
+
+
+def test_what_is_no_prompt_is_refused_and_leaves_nothing_behind() -> None:
+    with make() as engine:
+        outs = engine.generate([tokens(0, 9), 5, [1.7, 2], None], SamplingParams(max_tokens=2, ignore_eos=True))  # type: ignore[list-item]
+        assert [o.finish_reason for o in outs] == ["length", "error", "error", "error"]
+        assert outs[1].error == "a prompt is text or a list of token ids, not 5; several prompts are a list of those"
+        with pytest.raises(RequestError, match="first=30"):
+            engine.score([tokens(0, 40), tokens(1, 9)], first=30)
+        assert not engine.has_work
+        with pytest.raises(RequestError, match="needs a tokenizer"):
+            engine.add_request(tokens(0, 9), SamplingParams(stop=("x",)))
+
+
+def test_only_finished_generations_count_as_latency() -> None:
+    with make() as engine:
+        engine.abort(engine.add_request(tokens(0, 20)))
+        while engine.has_work:
+            engine.step()
+        assert "e2e_s" not in engine.metrics()["speed"]
+
+
+def test_closing_gives_the_pool_back() -> None:
+    engine = make()
+    planes = engine._parts.store.planes(0)[0].tensors
+    engine.close()
+    assert all(t.untyped_storage().nbytes() == 0 for t in planes)
+
+
+def test_a_pool_larger_than_memory_is_refused_with_the_arithmetic() -> None:
+    with pytest.raises(ConfigError, match=r"the pool would take .* GiB .* are free; lower cache\.memory_bytes"):
+        make(num_blocks=None, memory_bytes="900TiB")
+
+
+def test_a_contiguous_pool_is_used_to_the_last_region() -> None:
+    """Requests that cannot grow need no watermark."""
+    allocator = {"name": "contiguous", "block_size": 16, "max_len": 64}
+    with make(allocator=allocator, num_blocks=1 + 4 * 4, watermark=0.5) as engine:
+        for i in range(4):
+            engine.add_request(tokens(i, 20), SamplingParams(max_tokens=9, ignore_eos=True))
+        engine.step()
+        assert engine.scheduler.num_running == 4

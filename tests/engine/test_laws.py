@@ -259,21 +259,25 @@ def test_law3_swap_is_byte_exact(quantizer: str) -> None:
         assert stored(engine, victim) == bytes_before
 
 
-@pytest.mark.parametrize("where", ["plan", "forward", "sample", "complete"])
+@pytest.mark.parametrize("where", ["victims", "copy_out", "attend", "forward", "sample", "append"])
 def test_law4_the_books_balance_after_an_exception_anywhere(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a policy while planning, in a copy, a kernel, the model, the sampler, and after the step in the tokenizer's part."""
     with make("int8_token", 8, num_blocks=52, preemptor="swap", deterministic=True) as engine:
         expected = [o.token_ids for o in engine.generate(PROMPTS, PARAMS)]
         calls = itertools.count()
-        target, name = {
-            "plan": (engine._parts.store, "copy_out"),
-            "forward": (engine._parts.adapter, "forward"),
-            "sample": (engine._loop._sampler, "sample"),
-            "complete": (engine._parts.backend, "attend"),
+        target: Any = {
+            "victims": engine.scheduler.preemptor,
+            "copy_out": engine._parts.store,
+            "attend": engine._parts.backend,
+            "forward": engine._parts.adapter,
+            "sample": engine._loop._sampler,
+            "append": engine._loop._outputs,
         }[where]
+        name = where
         original = getattr(target, name)
 
         def flaky(*a: Any, **kw: Any) -> Any:
-            if next(calls) % 7 == (0 if where == "plan" else 3):
+            if next(calls) % 7 == (0 if where in ("victims", "copy_out") else 3):
                 raise OSError("no luck")
             return original(*a, **kw)
 

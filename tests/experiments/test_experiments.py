@@ -62,11 +62,11 @@ def test_compare_fills_every_part_of_the_record(tmp_path: Path, capsys: pytest.C
         )
         assert rows[label]["memory"]["capacity_tokens"] > 3 * rows["none"]["memory"]["capacity_tokens"]
     assert rows["fp8(format=e5m2)"]["accuracy"]["kl_divergence"] > rows["int8_token"]["accuracy"]["kl_divergence"]
-    assert rows["int8"]["policy"]["scales"] == "calibrated in memory: 2 documents, 192 tokens of pydoc"
+    assert rows["int8"]["policy"]["scales"] == "calibrated in memory: 2 documents, 190 tokens of pydoc"
     assert "scales" not in rows["int8_token"]["policy"]
     assert "scale is 1.0" in rows["fp8(format=e5m2)"]["warnings"][0]
     out = capsys.readouterr().out
-    assert "calibrated in memory: 2 documents, 192 tokens" in out
+    assert "calibrated in memory: 2 documents, 190 tokens" in out
     assert "bfloat16" not in out
     assert (tmp_path / "compare.png").stat().st_size > 1000
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -190,3 +190,25 @@ def test_frontier_sorts_by_bits_names_the_best_per_budget_and_resumes(tmp_path: 
     for row in again["rows"]:
         assert row["accuracy"]["kl_divergence"] == pytest.approx(rows[row["label"]]["accuracy"]["kl_divergence"], rel=1e-6)
     assert run.main([*arguments, "tokens_per_document=70", f"resume={tmp_path / 'a'}", f"hydra.run.dir={tmp_path / 'c'}"]) == 2
+
+
+def test_generate_keeps_what_it_made_whatever_the_prompts_look_like(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["quantizer=none", 'prompts=["","ends like markup [/INST]"]', "sampling.max_tokens=3", "sampling.ignore_eos=true"]
+    record = run_it(tmp_path, "experiment=generate", *TINY, *arguments)
+    assert [o["finish_reason"] for o in record["rows"][0]["outputs"]] == ["error", "length"]
+    out = capsys.readouterr().out
+    assert "the prompt is empty" in out
+    assert "[/INST]" in out
+
+
+@pytest.mark.parametrize(
+    "experiment", [["compare", "quantizers=[none,fp8]"], ["generate", "quantizer=int8_token", 'prompts=["a"]']]
+)
+def test_a_scale_file_that_nobody_would_use_is_an_error(
+    experiment: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "scales.safetensors"
+    ScaleFile({"layers.0.k_scale": torch.ones(2, 16)}, {"quantizer": "int8"}).save(path)
+    name, *rest = experiment
+    assert run.main([f"experiment={name}", *rest, *TINY, f"scales={path}", f"hydra.run.dir={tmp_path / 'run'}"]) != 0
+    assert "was made for quantizer 'int8', which is not among" in capsys.readouterr().err

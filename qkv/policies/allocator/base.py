@@ -27,6 +27,7 @@ class BlockAllocator(ABC):
     """
 
     name: ClassVar[str]
+    grows: ClassVar[bool] = True  # False: a request gets all its blocks at admission
     block_size: int
     num_blocks: int = field(default=0, init=False, repr=False)
     refs: list[int] = field(default_factory=list, init=False, repr=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from qkv.errors import ConfigError
 from qkv.policies.allocator.base import ALLOCATORS, BlockAllocator, NoFreeBlocks
@@ -19,6 +20,7 @@ class Contiguous(BlockAllocator):
     that kernels walk; within a region pages are consecutive.
     """
 
+    grows: ClassVar[bool] = False
     block_size: int = 16
     max_len: int | None = None
     _region: int = field(default=0, init=False, repr=False)  # blocks per region

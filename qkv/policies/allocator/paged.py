@@ -123,8 +123,10 @@ class Paged(BlockAllocator):
         return blocks
 
     def reset_cache(self) -> None:
+        before = self.evictions
         while self._cached:
             self._evict()
+        self.evictions = before  # nobody needed the room
 
     def _evict(self) -> None:
         """Turn the evictor's worst block into a free one; its parent may become evictable."""

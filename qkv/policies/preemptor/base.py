@@ -17,12 +17,26 @@ Mode = Literal["recompute", "swap"]
 
 @dataclass(slots=True)
 class CostModel:
-    """What moving and recomputing cost here, as measured so far; None before the first measurement."""
+    """What moving and recomputing cost here: means over everything measured so far, None before the first measurement."""
 
     block_size: int
     block_bytes: int
     prefill_tokens_per_s: float | None = None
     copy_bytes_per_s: float | None = None
+    _prefilled: tuple[float, float] = (0.0, 0.0)  # tokens, seconds
+    _copied: tuple[float, float] = (0.0, 0.0)  # bytes, seconds
+
+    def count_prefill(self, tokens: int, seconds: float) -> None:
+        """A step that only prefilled. Means over time: a short last chunk weighs what it took, not what it held."""
+        self._prefilled = (self._prefilled[0] + tokens, self._prefilled[1] + seconds)
+        if self._prefilled[1] > 0:
+            self.prefill_tokens_per_s = self._prefilled[0] / self._prefilled[1]
+
+    def count_copy(self, size: int, seconds: float) -> None:
+        """Bytes copied to or from host memory."""
+        self._copied = (self._copied[0] + size, self._copied[1] + seconds)
+        if self._copied[0] and self._copied[1] > 0:
+            self.copy_bytes_per_s = self._copied[0] / self._copied[1]
 
     def recompute_s(self, tokens: int) -> float | None:
         return None if not self.prefill_tokens_per_s else tokens / self.prefill_tokens_per_s
