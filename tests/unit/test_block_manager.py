@@ -10,12 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from qkv.cache.block_manager import BlockManager
 from qkv.cache.host_pool import HostPool
 from qkv.cache.prefix import PrefixHasher
+from qkv.cache.raw_slots import SinkSlots, TailSlots
 from qkv.metrics.recorder import Recorder
 from qkv.policies.allocator.base import ALLOCATORS
 from qkv.policies.evictor.base import EVICTORS
 from qkv.types import Request, SamplingParams, Status
 
-B = 8
+B, SINKS = 8, 3
 
 
 def make_manager(
@@ -25,11 +26,13 @@ def make_manager(
     watermark: float = 0.0,
     prefix: bool = True,
     algorithm: str = "xxh3_128",
+    raw_slots: int = 0,
 ) -> BlockManager:
     allocator = ALLOCATORS.build({"name": "paged", "block_size": B})
     allocator.bind(num_blocks, EVICTORS.build(evictor), num_blocks)
     hasher = PrefixHasher(algorithm, B, ["model", "quantizer"]) if prefix else None
-    return BlockManager(allocator, hasher, HostPool(host), Recorder(), watermark, block_bytes=100)
+    raw = {"tails": TailSlots(raw_slots), "sinks": SinkSlots(raw_slots), "raw_host_blocks": 1} if raw_slots else {}
+    return BlockManager(allocator, hasher, HostPool(host), Recorder(), watermark, block_bytes=100, **raw)  # type: ignore[arg-type]
 
 
 def make_request(i: int, tokens: list[int], **kw: object) -> Request:
@@ -52,9 +55,14 @@ class PoolMachine(RuleBasedStateMachine):
         blocks=st.integers(6, 30),
         host=st.integers(0, 12),
         watermark=st.sampled_from([0.0, 0.1]),
+        raw=st.booleans(),
     )
-    def start(self, evictor: str, blocks: int, host: int, watermark: float) -> None:
-        self.manager = make_manager(blocks, host, evictor, watermark)
+    def start(self, evictor: str, blocks: int, host: int, watermark: float, raw: bool) -> None:
+        self.limit = blocks // 3 if raw else blocks  # requests that run at once: with raw rows, slots are scarce
+        self.manager = make_manager(blocks, host, evictor, watermark, raw_slots=self.limit if raw else 0)
+        self.tails: dict[int, tuple[int, ...]] = {}  # slot -> the prefix whose recent, or first, tokens it holds
+        self.sinks: dict[int, tuple[int, ...]] = {}
+        self.host_raw: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.next_id = 0
@@ -68,6 +76,9 @@ class PoolMachine(RuleBasedStateMachine):
             block = request.blocks[position // B]
             assert refs[block] == 1, "a block with more than one reference is being written"
             self.content[block] = tuple(request.token_ids[: position + 1])
+            if position < SINKS:
+                self.sinks[request.sink_slot] = tuple(request.token_ids[: position + 1])
+        self.tails[request.tail_slot] = tuple(request.token_ids[:end])
         request.num_computed = end
         self.manager.seal(request)
 
@@ -75,7 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
     def admit(self, seed: int, length: int, chunk: int) -> None:
         tokens = [random.Random(seed * 1000 + i // B).randrange(3) for i in range(length)]
         request = make_request(self.next_id, tokens)
-        if self.manager.admit(request, alone=not self.running):
+        if len(self.running) < self.limit and self.manager.admit(request, alone=not self.running):
             self.next_id += 1
             request.status = Status.RUNNING
             self.running.append(request)
@@ -120,25 +131,29 @@ class PoolMachine(RuleBasedStateMachine):
     def swap_out(self, pick: int) -> None:
         request = self.running[pick % len(self.running)]
         view = self.manager.view(request)
-        if not 0 < view.num_blocks <= self.manager.host.num_free:
+        if view.num_blocks == 0 or self.manager.host_blocks(request) > self.manager.host.num_free:
             return
         self.running.remove(request)
         copy = self.manager.swap_out(request)
         assert len(copy.device) == len(copy.host) == view.num_blocks
         for device, host in zip(copy.device, copy.host, strict=True):
             self.host_content[host] = self.content[device]
+        for host in copy.raw_host:
+            self.host_raw[host] = self.tails[copy.tail_slot], self.sinks[copy.sink_slot]
         self.swapped.append(request)
 
     @precondition(lambda self: self.swapped)
     @rule(pick=st.integers(0, 99))
     def swap_in(self, pick: int) -> None:
         request = self.swapped[pick % len(self.swapped)]
-        copy = self.manager.swap_in(request, alone=not self.running)
+        copy = self.manager.swap_in(request, alone=not self.running) if len(self.running) < self.limit else None
         if copy is None:
             assert not request.blocks
             return
         for device, host in zip(copy.device, copy.host, strict=True):
             self.content[device] = self.host_content[host]
+        for host in copy.raw_host:
+            self.tails[copy.tail_slot], self.sinks[copy.sink_slot] = self.host_raw[host]
         self.swapped.remove(request)
         self.running.append(request)
         for position in range(request.num_computed):
@@ -166,6 +181,10 @@ class PoolMachine(RuleBasedStateMachine):
             for request in self.running:
                 if request.num_computed:
                     self._expect(request, request.num_computed - 1)
+                if request.tail_slot >= 0:
+                    own = tuple(request.token_ids[: request.num_computed])
+                    assert self.tails[request.tail_slot] == own
+                    assert self.sinks[request.sink_slot][: len(own)] == own[:SINKS]
 
 
 def test_ten_thousand_random_operations() -> None:
