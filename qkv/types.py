@@ -198,7 +198,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request, or (finish_reason None) its state so far when streaming."""
+    """A finished request, or (finish_reason None) its state so far when streaming. id: -1 if it was refused at the door."""
 
     id: int
     prompt_token_ids: list[int]

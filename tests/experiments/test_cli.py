@@ -146,7 +146,15 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     endless = "batch_sizes=[2" + ",512" * 500 + "]"
     command += [endless, "context_lengths=[64]", "steps=400", "shared_prefix_tokens=0", "logger=jsonl"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background job ignores it
+    )
     record = tmp_path / "record.json"
     try:
         deadline = time.monotonic() + 120
