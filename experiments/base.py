@@ -14,32 +14,14 @@ from typing import Any, ClassVar
 from calibration.data import DATA, DataSource
 from experiments.loggers import LOGGERS, Logger
 from experiments.record import Record
+from experiments.workload import Workload
 from qkv.assemble import build_policies
 from qkv.config import EngineConfig
+from qkv.engine import Engine
 from qkv.errors import ConfigError, ModelError
 from qkv.models import resolve
 from qkv.registry import Registry
-from qkv.validate import from_mapping, require, suggest
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The requests that speed is measured with, all sent at once. ignore_eos: every request runs to output_tokens.
-
-    repeats: runs of the whole workload, with an empty prefix cache each; the one of median throughput is reported.
-    """
-
-    num_requests: int = 16
-    prompt_tokens: int = 512
-    output_tokens: int = 64
-    ignore_eos: bool = True
-    repeats: int = 1
-
-    def __post_init__(self) -> None:
-        require(self.num_requests >= 1, "num_requests", self.num_requests, "at least 1")
-        require(self.prompt_tokens >= 1, "prompt_tokens", self.prompt_tokens, "at least 1")
-        require(self.output_tokens >= 2, "output_tokens", self.output_tokens, "at least 2 (the first one counts as prefill)")
-        require(self.repeats >= 1, "repeats", self.repeats, "at least 1")
+from qkv.validate import from_mapping, suggest
 
 
 @dataclass
@@ -53,6 +35,9 @@ class Run:
     record: Record
     folder: Path
     progress: bool  # whether the screen is a terminal that can show a progress bar
+
+    def watch(self, engine: Engine) -> None:
+        """This engine is the one that runs now: its counters are what is shown."""
 
     def add_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """Append a row, write the record, tell the logger."""
@@ -109,5 +94,5 @@ def build(config: Mapping[str, Any], folder: Path, choice: str | None = None) ->
     data, workload = DATA.build(parts["data"]), from_mapping(Workload, parts["workload"], "workload")
     logger = LOGGERS.build(parts["logger"])
     experiment.check()
-    record = Record(folder, experiment=choice or name, config=config)
+    record = Record(folder, experiment=choice or name, config=config, timed=engine.runner.name != "simulated")
     return experiment, Run(engine, data, workload, logger, record, folder, progress=sys.stderr.isatty())

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from experiments.base import Workload
+from experiments.workload import Workload
 from qkv.config import EngineConfig
 from qkv.engine import Engine
 from qkv.errors import RequestError
 from qkv.models import LoadedModel
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile
+from qkv.simulation import SimulatedModel
 from qkv.types import RequestOutput, SamplingParams
 
 Spec = str | Mapping[str, Any]
@@ -37,7 +38,9 @@ def single_document(config: EngineConfig, tokens: int) -> EngineConfig:
     return replace(config, cache=cache, allocator=allocator, scheduler=scheduler)
 
 
-def engine(config: EngineConfig, loaded: LoadedModel, quantizer: Spec | None = None, scales: ScaleFile | None = None) -> Engine:
+def engine(
+    config: EngineConfig, loaded: LoadedModel | SimulatedModel, quantizer: Spec | None = None, scales: ScaleFile | None = None
+) -> Engine:
     """An engine on an already loaded model. quantizer: instead of the configured one."""
     if quantizer is not None:
         spec = {"name": quantizer} if isinstance(quantizer, str) else dict(quantizer)
@@ -73,9 +76,13 @@ def policy_part(config: EngineConfig, spec: Spec, scales: str | None = None) -> 
     return part | ({"scales": scales} if scales else {})
 
 
-def model_part(loaded: LoadedModel, engine: Engine) -> dict[str, Any]:
+def model_part(loaded: LoadedModel | SimulatedModel, engine: Engine) -> dict[str, Any]:
     """The record's `model`. layers counts attention layers; kv_heads and head_dim are the first one's."""
-    parameters = list(loaded.model.parameters())
+    if isinstance(loaded, SimulatedModel):
+        dtype, parameters = loaded.dtype, loaded.dims.parameters
+    else:
+        weights = list(loaded.model.parameters())
+        dtype, parameters = weights[0].dtype, sum(p.numel() for p in weights)
     first = engine.layers[0]
     return {
         "name": loaded.name,
@@ -85,8 +92,8 @@ def model_part(loaded: LoadedModel, engine: Engine) -> dict[str, Any]:
         "kv_heads": first.H,
         "query_heads": first.Hq,
         "head_dim": first.Dk,
-        "dtype": str(parameters[0].dtype).removeprefix("torch."),
-        "parameters": sum(p.numel() for p in parameters),
+        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": parameters,
     }
 
 

@@ -88,3 +88,41 @@ def frontier(path: Path, points: Sequence[tuple[str, float, float, float]], best
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return path
+
+
+def lines(
+    path: Path,
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float | None]]]],
+    title: str,
+    x: str,
+    log_x: bool = False,
+    mark: float | None = None,
+) -> Path:
+    """One panel per entry, with its series as {name: [(x, y), ...]}; None leaves a gap. mark: a vertical line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False)
+    for axis, (name, series) in zip(axes[0], panels.items(), strict=True):
+        for label, points in series.items():
+            axis.plot(
+                [p[0] for p in points], [p[1] if p[1] is not None else float("nan") for p in points], "o-", ms=3, label=label
+            )
+        if mark is not None:
+            axis.axvline(mark, color="grey", linestyle=":", linewidth=1)
+        if log_x:
+            axis.set_xscale("log", base=2)
+        axis.set_title(name, fontsize=9)
+        axis.set_xlabel(x, fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+        if len(series) > 1:
+            axis.legend(fontsize=7)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path

@@ -26,14 +26,15 @@ _ROOT = Path(__file__).resolve().parent.parent
 class Record:
     """The record of one run, in memory and on disk."""
 
-    def __init__(self, folder: Path, experiment: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, experiment: str, config: Mapping[str, Any], timed: bool = True) -> None:
+        """timed: False leaves out when it ran and for how long: a simulation's record depends on nothing but its settings."""
         self.path = folder / "record.json"
         self._start = time.perf_counter()
+        times = {"started": datetime.now(UTC).isoformat(timespec="seconds"), "wall_s": 0.0}
         self.data: dict[str, Any] = {
             "schema": SCHEMA,
             "experiment": experiment,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "wall_s": 0.0,
+            **(times if timed else {}),
             "host": host(),
             "versions": versions(),
             **({"git": state} if (state := git_state()) else {}),
@@ -54,7 +55,8 @@ class Record:
 
     def save(self) -> None:
         """Write to a temporary file and rename it, so that a reader or a crash never sees half a record."""
-        self.data["wall_s"] = round(time.perf_counter() - self._start, 3)
+        if "wall_s" in self.data:
+            self.data["wall_s"] = round(time.perf_counter() - self._start, 3)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".json.tmp")
         temporary.write_text(json.dumps(plain(self.data), indent=2, allow_nan=False) + "\n", encoding="utf-8")

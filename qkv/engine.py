@@ -31,7 +31,7 @@ from qkv.sampling import argmax
 from qkv.scales import ScaleFile
 from qkv.scheduler import Scheduler
 from qkv.simulation import SimulatedClock, SimulatedLoop, SimulatedModel, assemble_simulated
-from qkv.types import Request, RequestMetrics, RequestOutput, SamplingParams
+from qkv.types import Request, RequestMetrics, RequestOutput, SamplingParams, StepPlan
 from qkv.validate import from_mapping
 
 Spec = str | dict[str, Any]
@@ -166,9 +166,15 @@ class Engine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, salt: str = "") -> int:
-        """Queue a prompt (text or token ids); returns its id. Any thread. Raises RequestError. salt separates prefix caches."""
-        return self.intake.add(prompt, params or SamplingParams(), self.clock(), salt).id
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, salt: str = "", arrival: float | None = None
+    ) -> int:
+        """Queue a prompt (text or token ids); returns its id. Any thread. Raises RequestError. salt separates prefix caches.
+
+        arrival: when it came, by the engine's clock, where that was during a step; None means now. Times count from it.
+        """
+        now = self.clock() if arrival is None else arrival
+        return self.intake.add(prompt, params or SamplingParams(), now, salt).id
 
     def abort(self, request_id: int) -> None:
         """End a request, whatever its state; its blocks are back before the next step. Any thread."""
@@ -307,6 +313,10 @@ class Engine:
     @property
     def layers(self) -> list[LayerShape]:
         return self._parts.adapter.layers
+
+    def watch_steps(self, watcher: Callable[[StepPlan, float], None] | None) -> None:
+        """watcher(plan, seconds) sees every step that ran; None ends it. Steps that a simulation takes at once are not seen."""
+        self._loop.on_step = watcher
 
     @contextmanager
     def observe(self, observer: Observer) -> Iterator[None]:

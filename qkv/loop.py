@@ -20,7 +20,8 @@ Receiver = Callable[[Scored, torch.Tensor], None]
 
 
 class Loop:
-    """receivers: per scoring request, who gets its logits. latencies: of finished generations."""
+    """receivers: per scoring request, who gets its logits. latencies: of finished generations. on_step: told of every step
+    that ran, before its outcome is applied, and how long it took."""
 
     def __init__(self, parts: Parts, outputs: Outputs, seed: int, clock: Callable[[], float]) -> None:
         self.intake, self.scheduler, self._runner, self._store = parts.intake, parts.scheduler, parts.runner, parts.store
@@ -29,6 +30,7 @@ class Loop:
         self.receivers: dict[int, Receiver] = {}
         self._ended: list[Request] = []  # in a step that failed afterwards
         self.latencies = Latencies()
+        self.on_step: Callable[[StepPlan, float], None] | None = None
 
     def advance(self) -> list[Request]:
         """One step; the requests that got a token or ended. After an exception, which may come from a policy, a kernel, a
@@ -53,6 +55,8 @@ class Loop:
         tokens = self._next_tokens(plan, result)
         now = self._clock()
         self._time(plan, now - began)
+        if self.on_step is not None:
+            self.on_step(plan, now - began)
         for request in (*plan.decodes, *(c.request for c in plan.prefills)):
             if request.first_scheduled is None:
                 request.first_scheduled = began

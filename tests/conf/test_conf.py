@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 
 from calibration.data import DATA
 from experiments import cli
-from experiments.base import EXPERIMENTS, Workload, build
+from experiments.base import EXPERIMENTS, build
 from experiments.loggers import LOGGERS
+from experiments.workload import Workload
 from qkv.config import (
     SHAPE_FIELDS,
     AttentionConfig,
@@ -51,6 +52,7 @@ SCHEMAS = {
     "workload": Workload,
 }
 NEEDED = {"model=hub": ["model.id=a/b"], "model=path": ["model.path={dir}"], "model=gguf": ["model.path={file}"]}
+NEEDED |= {"workload=trace": ["workload.file={file}"]}
 NEEDED |= {"model=shape": ["model.layers=2", "model.kv_heads=2", "model.head_dim=16"]}
 NEEDED |= {f"data={kind}": ["data.path={file}"] for kind in ("csv", "json", "jsonl", "parquet")}
 NEEDED |= {"data=text": ["data.path={dir}"], "data=hub": ["data.path=wikitext"]}
