@@ -49,10 +49,11 @@ def engine(
 
 
 def label(spec: Spec) -> str:
-    """'int8', or 'kivi(bits=2)' for a quantizer with settings of its own."""
+    """'int8', or 'kivi(bits=2)' for a quantizer with settings that are not its defaults."""
     if isinstance(spec, str):
         return spec
-    fields = ", ".join(f"{key}={value}" for key, value in spec.items() if key != "name")
+    default = settings(QUANTIZERS.build(spec["name"]))
+    fields = ", ".join(f"{key}={value}" for key, value in spec.items() if key != "name" and default.get(key) != value)
     return f"{spec['name']}({fields})" if fields else str(spec["name"])
 
 

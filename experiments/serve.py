@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from experiments.workload import Planned, Slo, Traffic
 from qkv.engine import Engine
-from qkv.errors import RequestError
+from qkv.errors import ConfigError, RequestError
 from qkv.metrics.summary import Latencies
 from qkv.outputs import request_metrics
 from qkv.simulation import SimulatedClock
@@ -96,7 +96,12 @@ class _Driver:
 def serve(
     engine: Engine, traffic: Traffic, slo: Slo | None = None, progress: bool = False, tick: Callable[[], None] | None = None
 ) -> Served:
-    """Send every request of the workload and step until all have ended. tick: called after every step."""
+    """Send every request of the workload and step until all have ended. tick: called after every step.
+
+    Raises ConfigError for arrivals in time on a clock that only runs while this process does.
+    """
+    if engine.config.runner.clock == "cpu" and traffic.workload.arrivals not in ("together", "closed"):
+        raise ConfigError("runner.clock=cpu stands still while nothing runs: use workload.arrivals=closed or together")
     driver, served, slo = _Driver(engine, traffic), Served(), slo or Slo()
     clock, work = engine.clock, traffic.workload
     with tqdm(total=work.num_requests, disable=not progress, unit="request", leave=False, mininterval=0.5) as bar:

@@ -150,12 +150,14 @@ class AttentionConfig:
 @dataclass(frozen=True)
 class RunnerConfig:
     """name: model (run it) or simulated (the same engine, but a step costs what a DeviceConfig says, and tokens are made up).
+    clock: wall, or cpu: this process's own time, summed over its threads, for measuring with one thread on a busy machine.
     deterministic: pad rows to a multiple of 16 and attend in fixed tiles, so that codes and logits do not depend on
     how requests are batched, chunked, cached or preempted. Slower. cuda_graphs: on a GPU, replay decode steps from graphs
     captured per batch size, where the backend can be captured. fused: on the CPU, run llama-like decoders through fused
     operators instead of transformers' code."""
 
     name: Literal["model", "simulated"] = "model"
+    clock: Literal["wall", "cpu"] = "wall"
     deterministic: bool = False
     cuda_graphs: bool = True
     fused: bool = True

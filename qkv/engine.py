@@ -54,10 +54,12 @@ class Engine:
         loaded: LoadedModel | SimulatedModel,
         config: EngineConfig,
         scales: ScaleFile | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._parts: Parts
         loop: type[Loop]
+        if clock is None:
+            clock = time.process_time if config.runner.clock == "cpu" else time.perf_counter
         if isinstance(loaded, SimulatedModel):
             clock = SimulatedClock()
             self._parts, loop = assemble_simulated(loaded, config, scales, clock), SimulatedLoop
@@ -105,7 +107,7 @@ class Engine:
         poison: bool = False,
         allow_reference: bool = True,
         seed: int = 0,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> "Engine":
         """An engine from keyword arguments; the same settings as EngineConfig, flat.
 
@@ -153,7 +155,7 @@ class Engine:
         config: EngineConfig,
         scales: ScaleFile | None = None,
         tokenizer: Any = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> "Engine":
         """Load the configured model and build an engine on it."""
         build_policies(config)  # unknown names, keys and values fail here, before any model is loaded
@@ -341,6 +343,8 @@ class Engine:
             fill = r.written_token_seconds / r.held_token_seconds
             memory["utilization_mean"] = r.used_block_seconds / r.busy_seconds / usable * fill
             memory["internal_fragmentation"] = 1 - fill
+        if r.finished_held_tokens:
+            memory["fragmentation_at_end"] = 1 - r.finished_tokens / r.finished_held_tokens
         return {
             "memory": memory,
             "speed": {**summary.rates(r), **self._loop.latencies.distributions()},

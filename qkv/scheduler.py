@@ -233,6 +233,8 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self.manager.seal(request)
             self._leave(request)
+            self.recorder.finished_tokens += request.num_computed
+            self.recorder.finished_held_tokens += len(request.blocks) * self.manager.block_size
         self.manager.release(request)
         request.status, request.finish_reason = Status.FINISHED, reason
         self.recorder.finished(reason)

@@ -36,6 +36,8 @@ class Recorder:
     pairs_from_cache: int = 0  # of those, pairs whose key was read as stored
 
     requests_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    finished_tokens: int = 0  # in the cache for running requests that ended
+    finished_held_tokens: int = 0  # that their blocks could hold
     used_blocks: int = 0  # referenced blocks in the last step, and below their peak
     used_blocks_peak: int = 0
     written_tokens: int = 0  # tokens held by running requests in the last step

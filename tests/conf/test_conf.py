@@ -122,7 +122,8 @@ def test_settings_files_state_every_field(group: str) -> None:
     for option in GROUPS[group]:
         values = read(group, option)
         assert set(values) == {f.name for f in dataclasses.fields(schema)}
-        from_mapping(schema, values, group)
+        if "???" not in values.values():
+            from_mapping(schema, values, group)
     first = {"attention": "auto", "device": "cpu"}.get(group, "default")
     assert from_mapping(schema, read(group, first), group) == schema()
 
