@@ -9,10 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from calibration.data import DATA, DataSource
 from experiments.loggers import LOGGERS, Logger
+from experiments.monitor import MetricsSettings, Monitor, Ui
 from experiments.record import Record
 from experiments.workload import Workload
 from qkv.assemble import build_policies
@@ -35,9 +36,11 @@ class Run:
     record: Record
     folder: Path
     progress: bool  # whether the screen is a terminal that can show a progress bar
+    monitor: Monitor
 
     def watch(self, engine: Engine) -> None:
         """This engine is the one that runs now: its counters are what is shown."""
+        self.monitor.watch(engine)
 
     def add_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """Append a row, write the record, tell the logger."""
@@ -74,6 +77,10 @@ def build(config: Mapping[str, Any], folder: Path, choice: str | None = None) ->
         raise ConfigError(f"choose what to do: experiment=NAME. Allowed: {', '.join(EXPERIMENTS.names())} (or see --help)")
     engine_keys = {f.name for f in fields(EngineConfig)}
     parts = {key: values.pop(key, {}) for key in ("data", "workload", "logger")}
+    ui = values.pop("ui", "none")
+    if ui not in get_args(Ui):
+        raise ConfigError(f"ui: '{ui}' is not allowed; {suggest(str(ui), get_args(Ui))}")
+    monitor = Monitor(from_mapping(MetricsSettings, values.pop("metrics", {}), "metrics"), ui)
     engine_values = {key: values.pop(key) for key in list(values) if key in engine_keys}
 
     engine = from_mapping(EngineConfig, engine_values, "config")
@@ -89,10 +96,11 @@ def build(config: Mapping[str, Any], folder: Path, choice: str | None = None) ->
     own = {f.name for f in fields(cls) if f.init}
     for key in values:
         if key not in own:
-            raise ConfigError(f"unknown key '{key}'; {suggest(key, own | engine_keys | set(parts))}")
+            raise ConfigError(f"unknown key '{key}'; {suggest(key, own | engine_keys | set(parts) | {'metrics', 'ui'})}")
     experiment = from_mapping(cls, values, f"experiment {name}")
     data, workload = DATA.build(parts["data"]), from_mapping(Workload, parts["workload"], "workload")
     logger = LOGGERS.build(parts["logger"])
     experiment.check()
     record = Record(folder, experiment=choice or name, config=config, timed=engine.runner.name != "simulated")
-    return experiment, Run(engine, data, workload, logger, record, folder, progress=sys.stderr.isatty())
+    progress = sys.stderr.isatty() and ui != "live"
+    return experiment, Run(engine, data, workload, logger, record, folder, progress, monitor)

@@ -5,8 +5,10 @@ Does not know about: experiments, engines.
 """
 
 import contextlib
+import hashlib
 import logging
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +26,14 @@ _PACKAGE_HEADER = "# @package"
 def register_resolvers(conf: Path) -> None:
     """${qkv.experiments:} and ${qkv.groups:}, used by the template of --help (conf/hydra/help/qkv.yaml)."""
     OmegaConf.register_new_resolver("qkv.experiments", lambda: _experiments(conf), replace=True)
+    OmegaConf.register_new_resolver("qkv.sweep", _sweep, replace=True)
     OmegaConf.register_new_resolver("qkv.groups", lambda: _groups(conf), replace=True)
+
+
+def _sweep() -> str:
+    """Names a sweep by its command, so that the same command finds the jobs that it finished before."""
+    words = sorted(a for a in sys.argv[1:] if not a.startswith(("-", "hydra.")))
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
 
 
 class Once(logging.Filter):

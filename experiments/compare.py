@@ -93,6 +93,7 @@ class Compare(Experiment):
                 run, loaded, QUANTIZERS.build(case.spec), self.calibration_documents, self.tokens_per_document, self.documents
             )
             engine = measure.engine(run.engine, loaded, case.spec, case.scales)
+            run.watch(engine)
             try:
                 if "model" not in run.record.data:
                     run.record.set("model", measure.model_part(loaded, engine))

@@ -39,6 +39,7 @@ class Generate(Experiment):
         loaded = load_model(run.engine.model)
         scales, origin = provide(run, loaded, quantizer, documents=8, tokens=512, skip=0)
         engine = measure.engine(run.engine, loaded, run.engine.quantizer, scales)
+        run.watch(engine)
         try:
             self._generate(run, engine, origin)
         finally:

@@ -63,6 +63,15 @@ class Record:
         os.replace(temporary, self.path)
 
 
+def is_finished(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the folder holds the record of a run of these settings, on this commit, that ended well."""
+    try:
+        old = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return old.get("finished") is True and old.get("config") == plain(dict(config)) and old.get("git") == git_state()
+
+
 def plain(value: Any) -> Any:
     """JSON types only: paths, dtypes and the like become text; NaN and infinity become text too, so they stay visible."""
     if isinstance(value, Mapping):

@@ -338,6 +338,7 @@ class Engine:
         usable = allocator.num_blocks - allocator.num_reserved
         memory = self._parts.store.memory_report()
         memory["capacity_tokens"] = usable * allocator.block_size
+        memory["utilization_now"] = allocator.num_referenced / usable
         memory["utilization_peak"] = r.used_blocks_peak / usable
         if r.held_token_seconds:  # means over time
             fill = r.written_token_seconds / r.held_token_seconds
@@ -363,6 +364,8 @@ class Engine:
                 "waiting": self.scheduler.num_waiting,
                 "finished": dict(r.requests_finished),
             },
+            "tokens": {"prefill": r.prefill_tokens, "decode": r.decode_tokens},
+            "latency_counts": self._loop.latencies.counts(),
             "pool": self._parts.pool.arithmetic,
         }
 

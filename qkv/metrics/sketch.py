@@ -1,6 +1,6 @@
 """Percentiles of many values in bounded memory.
 
-Takes: values of at least 0. Gives: mean, p50, p95, p99. Does not know about: what they measure.
+Takes: values of at least 0. Gives: mean, p50, p95, p99, count. Does not know about: what they measure.
 """
 
 import math
@@ -25,30 +25,37 @@ class Sketch:
         self._values: list[float] = []
         self._buckets: Counter[int] = Counter()
 
+    def __len__(self) -> int:
+        return self.count + len(self._values)
+
     def add(self, values: Iterable[float]) -> None:
         self._values.extend(values)
         if len(self._values) > EXACT:
-            self._flush()
-
-    def _flush(self) -> None:
-        values = np.asarray(self._values)
-        keys, counts = np.unique(np.ceil(np.log(np.maximum(values, _SMALLEST)) / math.log(GAMMA)).astype(int), return_counts=True)
-        for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
-            self._buckets[key] += count
-        self.count, self.total = self.count + len(values), self.total + float(values.sum())
-        self._values.clear()
+            full, self._values = self._values, []
+            self._buckets += _bucketed(full)
+            self.count, self.total = self.count + len(full), self.total + math.fsum(full)
 
     def distribution(self) -> dict[str, float] | None:
-        """mean, p50, p95, p99 (linear interpolation while exact), or None without values."""
+        """mean, p50, p95, p99 (linear interpolation while exact), or None without values. Changes nothing, so that another
+        thread may look while values come in."""
+        values = list(self._values)
         if not self._buckets:
-            if not self._values:
+            if not values:
                 return None
-            p50, p95, p99 = np.percentile(self._values, (50, 95, 99))
-            return {"mean": float(np.mean(self._values)), "p50": float(p50), "p95": float(p95), "p99": float(p99)}
-        if self._values:
-            self._flush()
-        keys = np.array(sorted(self._buckets))
-        upto = np.cumsum([self._buckets[key] for key in keys.tolist()])
-        where = np.searchsorted(upto, np.array((0.5, 0.95, 0.99)) * self.count)
+            p50, p95, p99 = np.percentile(values, (50, 95, 99))
+            return {"mean": float(np.mean(values)), "p50": float(p50), "p95": float(p95), "p99": float(p99)}
+        buckets, count = self._buckets + _bucketed(values), self.count + len(values)
+        keys = sorted(buckets)
+        upto = np.cumsum([buckets[key] for key in keys])
+        where = np.searchsorted(upto, np.array((0.5, 0.95, 0.99)) * count)
         p50, p95, p99 = (2 * GAMMA ** float(keys[i]) / (1 + GAMMA) for i in where)
-        return {"mean": self.total / self.count, "p50": p50, "p95": p95, "p99": p99}
+        return {"mean": (self.total + math.fsum(values)) / count, "p50": p50, "p95": p95, "p99": p99}
+
+
+def _bucketed(values: list[float]) -> Counter[int]:
+    """Bucket k holds values up to GAMMA**k."""
+    if not values:
+        return Counter()
+    powers = np.ceil(np.log(np.maximum(np.asarray(values), _SMALLEST)) / math.log(GAMMA)).astype(int)
+    keys, counts = np.unique(powers, return_counts=True)
+    return Counter(dict(zip(keys.tolist(), counts.tolist(), strict=True)))

@@ -31,6 +31,10 @@ class Latencies:
                 self._sketches[name].add((value,))
         self._sketches["itl_s"].add(metrics.itl)
 
+    def counts(self) -> dict[str, int]:
+        """Values so far, by name."""
+        return {name: len(sketch) for name, sketch in self._sketches.items()}
+
     def distributions(self) -> dict[str, dict[str, float]]:
         """{name: {mean, p50, p95, p99}}; those without values are absent."""
         found = {name: sketch.distribution() for name, sketch in self._sketches.items()}

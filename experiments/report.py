@@ -1,0 +1,245 @@
+"""One page for many records: a table that sorts, Pareto plots, and differences from a baseline.
+
+    python -m experiments.report outputs/throughput/sweep_1a2b3c4d [baseline=old/record.json] [out=report.html]
+
+Takes: folders with record.json in them, or records. Gives: one self-contained HTML file, and the table on the screen.
+Does not know about: how anything was measured.
+"""
+
+import html
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.loggers import flatten
+from experiments.table import console, number, show
+from qkv.errors import ConfigError
+
+# heading, key of a flattened row, digits
+COLUMNS = [
+    ("KV B/token", "memory/kv_bytes_per_token", 0),
+    ("capacity", "memory/capacity_tokens", 0),
+    ("utilization", "memory/utilization_mean", 3),
+    ("tok/s", "speed/output_tokens_per_s", 1),
+    ("prefill tok/s", "speed/prefill_tokens_per_s", 0),
+    ("decode tok/s", "speed/decode_tokens_per_s", 1),
+    ("TTFT p50 s", "speed/ttft_s/p50", 3),
+    ("TTFT p95 s", "speed/ttft_s/p95", 3),
+    ("TPOT p50 s", "speed/tpot_s/p50", 4),
+    ("hit rate", "cache/hit_rate", 3),
+    ("preempted", "cache/preemptions", 0),
+    ("PPL", "accuracy/perplexity", 3),
+    ("KL", "accuracy/kl_divergence", 5),
+    ("top-1", "accuracy/top1_agreement", 4),
+    ("plan ms", "scheduler/plan_ms/p50", 3),
+    ("requests", "plan/requests", 0),
+]
+# title, x, y, whether more of y is better (less of x always is)
+PARETO = [
+    ("Tokens/s against KV bytes per token", "memory/kv_bytes_per_token", "speed/output_tokens_per_s", True),
+    ("Tokens/s against waiting (TTFT p50, s)", "speed/ttft_s/p50", "speed/output_tokens_per_s", True),
+    ("KL to none against KV bytes per token", "memory/kv_bytes_per_token", "accuracy/kl_divergence", False),
+]
+
+
+@dataclass
+class Report:
+    """rows: flattened, with `job` and the settings in which the jobs differ. problems: jobs that failed or were interrupted."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    baseline: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> list[tuple[str, str, int]]:
+        return [column for column in COLUMNS if any(_is_number(row.get(column[1])) for row in self.rows)]
+
+    def difference(self, row: Mapping[str, Any], key: str) -> float | None:
+        """Relative change against the baseline's row of the same label."""
+        old, new = self.baseline.get(str(row.get("label")), {}).get(key), row.get(key)
+        return new / old - 1 if _is_number(old) and _is_number(new) and old and new is not None else None
+
+
+def collect(paths: Sequence[Path], baseline: Path | None = None) -> Report:
+    """Raises ConfigError, naming the path, when there is nothing to read."""
+    report, files = Report(), [file for path in paths for file in _records(path)]
+    records = [(file, _read(file)) for file in files]
+    configs = [flatten(record.get("config", {})) for _, record in records if not record.get("error")]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    report.settings = [key for key in keys if len({json.dumps(config.get(key)) for config in configs}) > 1]
+    for file, record in records:
+        job = file.parent.name
+        report.sources.append(str(file))
+        if record.get("error") or record.get("interrupted"):
+            report.problems.append((job, str(record.get("error") or "interrupted: what it measured until then is in the table")))
+        config = flatten(record.get("config", {}))
+        for i, row in enumerate(record.get("rows", [])):
+            flat = flatten(row)
+            flat.setdefault("label", flat.get("policy/quantizer", f"row {i}"))
+            report.rows.append({"job": job, **{f"config/{key}": config.get(key) for key in report.settings}, **flat})
+    if baseline is not None:
+        for i, row in enumerate(_read(baseline).get("rows", [])):
+            flat = flatten(row)
+            report.baseline[str(flat.get("label", flat.get("policy/quantizer", f"row {i}")))] = flat
+    return report
+
+
+def _records(path: Path) -> list[Path]:
+    found = [path] if path.is_file() else sorted(path.rglob("record.json"), key=_natural)
+    if not found:
+        raise ConfigError(f"'{path}' has no record.json in it; give a folder that an experiment or a sweep wrote")
+    return found
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    return [(int(part) if part.isdigit() else 0, part) for part in path.parts]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read record '{file}': {error}") from None
+    return record
+
+
+def print_table(report: Report) -> None:
+    """The rows, on the screen."""
+    columns = report.columns
+    heads = [*(key.rpartition(".")[2] for key in map(_short, report.settings)), "row", *(heading for heading, _, _ in columns)]
+    cells = []
+    for row in report.rows:
+        own = [str(row[f"config/{key}"]) for key in report.settings]
+        values = [number(row.get(key), digits) if _is_number(row.get(key)) else "-" for _, key, digits in columns]
+        cells.append([*own, str(row["label"]), *values])
+    show("All jobs", heads, cells, text=range(len(report.settings) + 1))
+    for job, message in report.problems:
+        console().print(f"job {job}: {message}")
+
+
+def write(report: Report, out: Path) -> Path:
+    """The page. Needs nothing from the network. Raises ConfigError when it cannot be written."""
+    columns = report.columns
+    heads = ["job", *map(_short, report.settings), "row", *(heading for heading, _, _ in columns)]
+    body = []
+    for row in report.rows:
+        texts = [row["job"], *(row[f"config/{key}"] for key in report.settings), row["label"]]
+        cells = [f"<td>{html.escape(str(text))}</td>" for text in texts]
+        for _, key, digits in columns:
+            value, change = row.get(key), report.difference(row, key)
+            shown = number(value, digits) if _is_number(value) else "-"
+            mark = f" <small>{100 * change:+.1f} %</small>" if change is not None else ""
+            cells.append(f'<td class="n" data-v="{value if _is_number(value) else ""}">{shown}{mark}</td>')
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    problems = "".join(f"<li><b>job {html.escape(job)}</b>: {html.escape(text)}</li>" for job, text in report.problems)
+    plots = "".join(filter(None, (pareto(report.rows, *plot) for plot in PARETO)))
+    page = _PAGE.format(
+        heads="".join(f"<th>{html.escape(head)}</th>" for head in heads),
+        body="\n".join(body),
+        problems=f"<h2>Failed or interrupted</h2><ul>{problems}</ul>" if problems else "",
+        plots=f"<h2>Pareto plots</h2><p>The line joins what nothing else beats in both.</p>{plots}" if plots else "",
+        baseline="<p>Small figures: change against the baseline's row of the same name.</p>" if report.baseline else "",
+        sources="".join(f"<li>{html.escape(source)}</li>" for source in report.sources),
+    )
+    try:
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the report '{out}': {error.strerror}") from None
+    return out
+
+
+def pareto(rows: Iterable[Mapping[str, Any]], title: str, x: str, y: str, more: bool) -> str:
+    """An SVG of the rows that have both values; empty with fewer than two different points."""
+    points = [
+        (float(row[x]), float(row[y]), str(row["label"])) for row in rows if _is_number(row.get(x)) and _is_number(row.get(y))
+    ]
+    if len({p[:2] for p in points}) < 2:
+        return ""
+    best, frontier = None, []
+    for px, py, _ in sorted(points, key=lambda p: (p[0], -p[1] if more else p[1])):
+        if best is None or (py > best if more else py < best):
+            best = py
+            frontier.append((px, py))
+    width, height, pad = 460, 300, 50
+    top_x, top_y = max(p[0] for p in points) or 1.0, max(p[1] for p in points) or 1.0
+
+    def place(px: float, py: float) -> tuple[float, float]:
+        return pad + px / top_x * (width - 2 * pad), height - pad - py / top_y * (height - 2 * pad)
+
+    line = " ".join(f"{a:.1f},{b:.1f}" for a, b in (place(*p) for p in frontier))
+    dots = "".join(
+        f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4"><title>{html.escape(label)}: {px:.6g}, {py:.6g}</title></circle>'
+        f'<text x="{a + 6:.1f}" y="{b - 4:.1f}">{html.escape(label)}</text>'
+        for px, py, label in points
+        for a, b in [place(px, py)]
+    )
+    axes = f'<path d="M{pad},{pad} V{height - pad} H{width - pad}"/>'
+    ends = f'<text x="{width - pad}" y="{height - pad + 16}" text-anchor="end">{top_x:.4g}</text>'
+    ends += f'<text x="{pad - 4}" y="{pad}" text-anchor="end">{top_y:.4g}</text>'
+    head = f'<text x="{pad}" y="20" class="t">{html.escape(title)}</text>'
+    return f'<svg viewBox="0 0 {width} {height}">{head}{axes}<polyline points="{line}"/>{dots}{ends}</svg>'
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(key: str) -> str:
+    return key.replace("/", ".").removesuffix(".name")
+
+
+_PAGE = """<!doctype html><meta charset="utf-8"><title>qkv report</title>
+<style>
+body {{ font: 14px system-ui, sans-serif; margin: 2em; color: #222 }}
+table {{ border-collapse: collapse }} th, td {{ padding: 3px 10px; border-bottom: 1px solid #ddd; text-align: left }}
+th {{ cursor: pointer; position: sticky; top: 0; background: #f6f6f6 }} .n {{ text-align: right }} small {{ color: #777 }}
+svg {{ width: 460px; margin: 0 1em 1em 0 }} svg path {{ fill: none; stroke: #999 }} circle {{ fill: #1f77b4 }}
+polyline {{ fill: none; stroke: #d62728; stroke-width: 1.5 }}
+svg text {{ font-size: 10px; fill: #444 }} svg .t {{ font-size: 13px }}
+</style>
+<h1>Report</h1>{baseline}
+<table id="t"><thead><tr>{heads}</tr></thead><tbody>
+{body}
+</tbody></table>
+{problems}{plots}
+<h2>Records</h2><ul>{sources}</ul>
+<script>
+document.querySelectorAll("#t th").forEach((th, i) => th.onclick = () => {{
+  const body = document.querySelector("#t tbody"), up = th.dataset.up = th.dataset.up === "1" ? "0" : "1";
+  const key = row => {{
+    const cell = row.cells[i];
+    return "v" in cell.dataset ? parseFloat(cell.dataset.v || "-Infinity") : cell.textContent;
+  }};
+  const order = (a, b) => (key(a) > key(b) ? 1 : key(a) < key(b) ? -1 : 0) * (up === "1" ? 1 : -1);
+  [...body.rows].sort(order).forEach(row => body.append(row));
+}});
+</script>
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code."""
+    options = dict(a.split("=", 1) for a in arguments if a.startswith(("baseline=", "out=")))
+    paths = [Path(a) for a in arguments if not a.startswith(("baseline=", "out="))]
+    try:
+        if not paths:
+            raise ConfigError(
+                "say what to report on: python -m experiments.report outputs/... [baseline=record.json] [out=file]"
+            )
+        report = collect(paths, Path(options["baseline"]) if "baseline" in options else None)
+        folder = paths[0] if paths[0].is_dir() else paths[0].parent
+        print_table(report)
+        print(f"report: {write(report, Path(options.get('out', folder / 'report.html')))}")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
