@@ -33,14 +33,17 @@ def load(path: str | None = None) -> None:
         return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-def instruction_set() -> str:
-    """avx512, avx2 or portable: the best this machine runs; QKV_CPU_ISA asks for a lesser one."""
+def instruction_set(asked: str | None = None) -> str:
+    """avx512, avx2 or portable: the best this machine runs, unless `asked` or QKV_CPU_ISA is a lesser one.
+
+    Raises ValueError for what this machine does not run.
+    """
     best = torch.ops.qkv_cpu.best_isa()
     order = ("portable", "avx2", "avx512")
-    asked = os.environ.get("QKV_CPU_ISA", best)
+    asked = os.environ.get("QKV_CPU_ISA", best) if asked is None else asked
     if asked not in order or order.index(asked) > order.index(best):
         allowed = ", ".join(order[: order.index(best) + 1])
-        raise ValueError(f"QKV_CPU_ISA={asked!r} does not run on this machine; allowed: {allowed}")
+        raise ValueError(f"instruction set {asked!r} does not run on this machine; allowed: {allowed}")
     return asked
 
 
