@@ -7,7 +7,6 @@ Legend: T rows · R requests · H kv heads · Hq query heads · D head dim · B 
 """
 
 import os
-from functools import lru_cache
 
 import torch
 
@@ -23,10 +22,16 @@ _ZEROS = ("none", "code", "float")
 _NOTHING = torch.empty(0)
 
 
-@lru_cache
+_loaded = False
+
+
 def load(path: str | None = None) -> None:
-    """Build if needed, and register the operator. Raises BuildError."""
+    """Build if needed, and register the operator, once. path: load this library instead. Raises BuildError."""
+    global _loaded
+    if _loaded:
+        return
     torch.ops.load_library(path or str(library()))
+    _loaded = True
 
     @torch.library.register_fake("qkv_cpu::attend")
     def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
