@@ -142,6 +142,27 @@ def test_planning_costs_the_same_at_any_context_length(tmp_path: Path) -> None:
     assert record["rows"][1]["cache"]["hit_rate"] > 0
 
 
+def test_attention_kernels_are_timed_beside_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["shapes=[4/2/32]", "seqs=[2]", "contexts=[50]", "chunk=8", "formats=[bf16,int8]", "repeats=2"]
+    record = run_it(tmp_path, "experiment=bench_attention", *arguments)
+    kernels = [row["kernel"] for row in record["rows"]]
+    assert [(k["op"], k["format"]) for k in kernels] == [
+        (op, fmt) for op in ("decode", "extend", "append") for fmt in ("bf16", "int8")
+    ]
+    for k in kernels:
+        assert k["tokens_per_s"] == pytest.approx((16 if k["op"] == "append" else 100) / k["ms"] * 1e3)
+        assert k["fraction_of_read_bandwidth"] > 0
+        assert ("speedup_vs_sdpa" in k) == (k["op"] != "append")
+    assert kernels[0]["gb_per_s"] * kernels[0]["ms"] == pytest.approx(100 * 2 * 2 * 32 * 2 / 1e6)
+    assert "4/2/32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["shapes=[9/2/64]", "formats=[int9]", "chunk=9000", "instruction_set=sse9"])
+def test_attention_kernels_with_wrong_settings(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["experiment=bench_attention", wrong, f"hydra.run.dir={tmp_path / 'run'}"]) == 2
+    assert wrong.split("=")[1].strip("[]") in capsys.readouterr().err
+
+
 def test_engine_speed_is_measured_in_turn_with_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["cases=[1x20,3x40]", "quantizers=[none,int8]", "output_tokens=4", "repeats=2", "baseline=transformers"]
     record = run_it(tmp_path, "experiment=bench_engine", *TINY, *arguments)

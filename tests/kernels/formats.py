@@ -31,7 +31,8 @@ class Stored(AffineQuantizer):
                 scale = None if shape is None else (2 + torch.rand(shape, generator=generator)) / largest
                 zero = None
                 if scale is not None and fmt.zero != "none":
-                    zero = torch.randint(-3, 4, scale.shape, generator=generator).float()
+                    reach = 3 if fmt.bits > 3 else 1
+                    zero = torch.randint(-reach, reach + 1, scale.shape, generator=generator).float()
                     zero = zero * scale if fmt.zero == "float" else zero
                 statics += [scale, zero]
             self._statics[i] = Statics(*statics)

@@ -36,6 +36,31 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizer's library the Linux way")
+def test_the_kernels_tests_pass_under_the_address_sanitizer() -> None:
+    """Every format, odd head dims and random pages, with each access checked against the bounds of its allocation."""
+    cxx = build.compiler()
+    runtime = subprocess.run([cxx, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not Path(runtime).is_absolute():
+        pytest.skip(f"{cxx} has no address sanitizer here")
+    path = build.library(("-fsanitize=address", "-fno-omit-frame-pointer", "-g1"))
+    chosen = "any_layer or head_dims or query_heads or window or (reference_and_stores and bfloat16)"
+    tests = Path(__file__).with_name("test_cpu_attend.py")
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", str(tests), "-k", chosen]
+    code = f"from qkv_kernels import cpu; cpu.load({str(path)!r}); import pytest; raise SystemExit(pytest.main({arguments!r}))"
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": os.pathsep.join(map(str, (Path(cpu.__file__).parents[2], tests.parents[2]))),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tests.parents[2])
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
 def links(log: Path) -> int:
     return sum("-shared" in line for line in log.read_text().splitlines())
 
@@ -83,7 +108,7 @@ def test_without_a_compiler_auto_is_the_reference_with_one_warning(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(backend, "_unavailable", backend.lru_cache(backend._unavailable.__wrapped__))
-    monkeypatch.setattr(cpu, "load", cpu.load.__wrapped__)
+    monkeypatch.setattr(cpu, "_loaded", False)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             chosen, why = choose()

@@ -7,7 +7,6 @@ Legend: T rows · R requests · H kv heads · Hq query heads · D head dim · B 
 """
 
 import os
-from functools import lru_cache
 
 import torch
 
@@ -23,24 +22,33 @@ _ZEROS = ("none", "code", "float")
 _NOTHING = torch.empty(0)
 
 
-@lru_cache
+_loaded = False
+
+
 def load(path: str | None = None) -> None:
-    """Build if needed, and register the operator. Raises BuildError."""
+    """Build if needed, and register the operator, once. path: load this library instead. Raises BuildError."""
+    global _loaded
+    if _loaded:
+        return
     torch.ops.load_library(path or str(library()))
+    _loaded = True
 
     @torch.library.register_fake("qkv_cpu::attend")
     def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
         return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-def instruction_set() -> str:
-    """avx512, avx2 or portable: the best this machine runs; QKV_CPU_ISA asks for a lesser one."""
+def instruction_set(asked: str | None = None) -> str:
+    """avx512, avx2 or portable: the best this machine runs, unless `asked` or QKV_CPU_ISA is a lesser one.
+
+    Raises ValueError for what this machine does not run.
+    """
     best = torch.ops.qkv_cpu.best_isa()
     order = ("portable", "avx2", "avx512")
-    asked = os.environ.get("QKV_CPU_ISA", best)
+    asked = os.environ.get("QKV_CPU_ISA", best) if asked is None else asked
     if asked not in order or order.index(asked) > order.index(best):
         allowed = ", ".join(order[: order.index(best) + 1])
-        raise ValueError(f"QKV_CPU_ISA={asked!r} does not run on this machine; allowed: {allowed}")
+        raise ValueError(f"instruction set {asked!r} does not run on this machine; allowed: {allowed}")
     return asked
 
 

@@ -86,28 +86,43 @@ INLINE void token_zeros(const Plane& p, const Tile& tile, int h, const float* sc
     for (int t = 0; t < TILE; t += VL) store(out + t, -load<VF>(out + t) * load<VF>(scale + t));
 }
 
+INLINE KeyScales key_scales(const Call& c, const Tile& tile, int h, float* out) {  // out [4 * TILE]
+  const Plane &K = c.K, &V = c.V;
+  KeyScales s{};
+  if (K.scale == TOKEN) token_scales(K, K.scales, tile, h, out), s.k_scale = out;
+  if (K.scale == TOKEN && K.zero != NO_ZERO) token_zeros(K, tile, h, s.k_scale, out + TILE), s.k_zero = out + TILE;
+  if (V.scale == TOKEN) token_scales(V, V.scales, tile, h, out + 2 * TILE), s.v_scale = out + 2 * TILE;
+  if (V.scale == TOKEN && V.zero != NO_ZERO) token_zeros(V, tile, h, s.v_scale, out + 3 * TILE), s.v_zero = out + 3 * TILE;
+  return s;
+}
+
+// v where t0 <= t + lane < t1, else `other`.
+INLINE VF keep(VF v, int t, int t0, int t1, float other) {
+  VI lane;
+  for (int i = 0; i < VL; i++) lane[i] = i;
+  const VI inside = (lane >= t0 - t) & (lane < t1 - t);
+  return (VF)(((VI)v & inside) | ((VI)splat(other) & ~inside));
+}
+
 // Dots of one query with a tile, x [TILE], become weights in place. Returns by how much earlier sums shrink.
 INLINE float weigh(const Call& c, const KeyScales& s, int t0, int t1, Query& q, float* x) {
   VF top = splat(LOWEST), total = VF{}, zeros = VF{};
-  const float scaling = c.softcap ? c.scaling / c.softcap : c.scaling * LOG2E;
+  const float scaling = c.softcap ? c.scaling / c.softcap : c.scaling * LOG2E, factor = q.factor * scaling, bias = q.bias * scaling;
+  const bool partial = t0 > 0 || t1 < TILE;
   for (int t = 0; t < TILE; t += VL) {
-    VF v = load<VF>(x + t) * q.factor;
+    VF v = load<VF>(x + t) * factor;
     if (s.k_scale) v *= load<VF>(s.k_scale + t);
-    if (s.k_zero) v = madd(load<VF>(s.k_zero + t), splat(q.sum), v);
-    v = (v + q.bias) * scaling;
+    if (s.k_zero) v = madd(load<VF>(s.k_zero + t), splat(q.sum * scaling), v);
+    v += bias;
     if (c.softcap) v = tanhv(v) * (c.softcap * LOG2E);
-    if (t < t0 || t + VL > t1)
-      for (int i = 0; i < VL; i++)
-        if (t + i < t0 || t + i >= t1) v[i] = LOWEST;
+    if (partial) v = keep(v, t, t0, t1, LOWEST);
     top = vmax(top, v);
     store(x + t, v);
   }
-  const float best = hmax(top) > q.best ? hmax(top) : q.best;
+  const float highest = hmax(top), best = highest > q.best ? highest : q.best;
   for (int t = 0; t < TILE; t += VL) {
     VF w = exp2v(load<VF>(x + t) - best);
-    if (t < t0 || t + VL > t1)
-      for (int i = 0; i < VL; i++)
-        if (t + i < t0 || t + i >= t1) w[i] = 0.f;
+    if (partial) w = keep(w, t, t0, t1, 0.f);
     total += w;
     if (s.v_zero) zeros = madd(w, load<VF>(s.v_zero + t), zeros);
     if (s.v_scale) w *= load<VF>(s.v_scale + t);
@@ -116,7 +131,7 @@ INLINE float weigh(const Call& c, const KeyScales& s, int t0, int t1, Query& q, 
   const float fade = exp2v(splat(q.best - best))[0];
   q.best = best;
   q.total = q.total * fade + hsum(total);
-  q.zero = q.zero * fade + hsum(zeros);
+  if (s.v_zero) q.zero = q.zero * fade + hsum(zeros);
   return fade;
 }
 
@@ -189,11 +204,7 @@ void decode(const Call& c, const Unit& u) {
     }
     const Tile& tile = *now;
     for (int h = u.h0; h < u.h1; h++) {
-      KeyScales s{};
-      if (K.scale == TOKEN) token_scales(K, K.scales, tile, h, scales), s.k_scale = scales;
-      if (K.scale == TOKEN && K.zero != NO_ZERO) token_zeros(K, tile, h, s.k_scale, scales + TILE), s.k_zero = scales + TILE;
-      if (V.scale == TOKEN) token_scales(V, V.scales, tile, h, scales + 2 * TILE), s.v_scale = scales + 2 * TILE;
-      if (V.scale == TOKEN && V.zero != NO_ZERO) token_zeros(V, tile, h, s.v_scale, scales + 3 * TILE), s.v_zero = scales + 3 * TILE;
+      const KeyScales s = key_scales(c, tile, h, scales);
       const char *k_to[TILE], *v_to[TILE];
       if (plan.k_rows) dequantize(K, tile.k, tile, h, k_rows, k_stride, k_to);
       if (plan.v_rows) dequantize(V, tile.v, tile, h, v_rows, v_stride, v_to);

@@ -1,5 +1,6 @@
 // Compiled once per instruction set; see build.py for the flags.
 #include "append.h"
+#include "extend.h"
 
 #define JOIN(a, b) a##b
 #define NAME(isa) JOIN(isa, _kernels)
@@ -8,7 +9,7 @@
 
 namespace qkv {
 const Kernels* NAME(QKV_ISA)() {
-  static const Kernels kernels = {QUOTED(QKV_ISA), append, decode, merge, nullptr};
+  static const Kernels kernels = {QUOTED(QKV_ISA), append, decode, merge, extend};
   return &kernels;
 }
 }  // namespace qkv

@@ -104,6 +104,8 @@ void share(int64_t n, F work) {
   });
 }
 
+constexpr int ROWS_TIMES_GROUP = 96;  // query vectors that share a dequantized tile
+
 struct Pending {  // parts of one row and group of kv heads, still to be merged
   int row, h0, h1, first_unit, units;
 };
@@ -116,6 +118,7 @@ void attend_rows(const Call& c, const Kernels* isa, const std::vector<std::pair<
     while (each > 1 && units * ((c.H + each - 1) / each) < 4 * at::get_num_threads()) each = (each + 1) / 2;
     return each;
   }();
+  if (rows.empty()) return;
   std::vector<Unit> units;
   std::vector<Pending> pending;
   for (auto [row, request] : rows) {
@@ -180,10 +183,20 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList 
     at::parallel_for(0, c.T, std::max<int64_t>(1, 16384 / (c.H * (c.K.D + c.V.D))), [&](int64_t a, int64_t b) { isa->append(c, int(a), int(b)); });
 
   const int32_t* start = starts.const_data_ptr<int32_t>();
-  std::vector<std::pair<int, int>> rows;
-  for (int r = 0; r < c.R; r++)
-    for (int row = start[r]; row < start[r + 1]; row++) rows.push_back({row, r});
+  std::vector<std::pair<int, int>> rows;  // attended one by one
+  std::vector<Block> blocks;
+  const int step = std::max(1, ROWS_TIMES_GROUP / c.G);
+  for (int r = 0; r < c.R; r++) {
+    const int n = start[r + 1] - start[r];
+    if (n == 1 || deterministic)
+      for (int row = start[r]; row < start[r + 1]; row++) rows.push_back({row, r});
+    else
+      for (int row = start[r]; row < start[r + 1]; row += step)
+        for (int h = 0; h < c.H; h++) blocks.push_back({row, std::min(row + step, start[r + 1]), r, h});
+  }
   attend_rows(c, isa, rows);
+  const int64_t last = int64_t(blocks.size()) - 1;  // later rows see more keys: begin with them
+  share(last + 1, [&](int64_t i) { isa->extend(c, blocks[last - i]); });
   if (c.R == 0 || start[c.R] < c.T) out.slice(0, c.R ? start[c.R] : 0).zero_();
   return out;
 }

@@ -97,7 +97,7 @@ INLINE void dequantize(const Plane& p, const char* const* rows, const Tile& tile
       to[t] = (const char*)o;
     }
   }
-  for (int t = tile.t0 & ~3; t < ((tile.t1 + 3) & ~3); t++)
+  for (int t = 0; t < TILE; t++)
     if (t < tile.t0 || t >= tile.t1) to[t] = to[tile.t0];
 }
 

@@ -106,7 +106,10 @@ struct Pairs {
 
 struct Int16 : Pairs {
   using Acc = __m512i;
-  static FORCE Acc dot(Acc c, Vec a, Vec b) { return _mm512_dpwssd_epi32(c, a, b); }
+  static FORCE Acc dot(Acc c, Vec a, Vec b) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));  // the intrinsic makes GCC 12 copy accumulators around
+    return c;
+  }
   static FORCE VF as_float(Acc a) { return _mm512_cvtepi32_ps(a); }
   static FORCE void sum4(const Acc* a, float* out) {
     Acc t0 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
@@ -131,7 +134,10 @@ struct Int16 : Pairs {
 
 struct Bf16 : Pairs {
   using Acc = __m512;
-  static FORCE Acc dot(Acc c, Vec a, Vec b) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+  static FORCE Acc dot(Acc c, Vec a, Vec b) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+    return c;
+  }
   static FORCE VF as_float(Acc a) { return a; }
   static FORCE void sum4(const Acc* a, float* out) {
     Acc t0 = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));

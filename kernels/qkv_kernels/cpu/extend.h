@@ -1,0 +1,222 @@
+// Many query rows of one request and one kv head: each tile of keys is dequantized and laid out once, then two small matrix
+// products serve all rows.
+//
+// Layout of a packed operand: panels of 4 vectors of columns, one step (1 row for Float, a pair for the others) after
+// another. So a step of the product is 4 loads, and one broadcast and 4 multiplications per query.
+#pragma once
+#include "decode.h"
+
+namespace qkv {
+namespace {
+
+constexpr int MR = VL == 16 ? 6 : 2;     // queries kept in registers
+constexpr int PANELS = TILE / (4 * VL);  // of the keys of a tile
+
+// out[i] (4 vectors each) = a[i] . b for N queries: a [N][steps] packed weights, b [steps][4] vectors.
+template <class E, int N>
+INLINE void product(const char* a, int64_t a_stride, const char* b, int steps, typename E::Acc (*out)[4]) {
+  typename E::Acc acc[N][4] = {};
+  for (int s = 0; s < steps; s++, a += E::STEP * E::BYTES, b += 4 * sizeof(typename E::Vec)) {
+    typename E::Vec v[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) v[j] = load<typename E::Vec>(b + j * sizeof v[0]);
+#pragma GCC unroll 6
+    for (int i = 0; i < N; i++) {
+      const typename E::Vec w = E::weight(a + i * a_stride);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) acc[i][j] = E::dot(acc[i][j], w, v[j]);
+    }
+  }
+  for (int i = 0; i < N; i++)
+    for (int j = 0; j < 4; j++) out[i][j] = acc[i][j];
+}
+
+template <class E>
+INLINE void product_n(int n, const char* a, int64_t a_stride, const char* b, int steps, typename E::Acc (*out)[4]) {
+  switch (n) {
+    case 1: return product<E, 1>(a, a_stride, b, steps, out);
+    case 2: return product<E, 2>(a, a_stride, b, steps, out);
+#if VL == 16
+    case 3: return product<E, 3>(a, a_stride, b, steps, out);
+    case 4: return product<E, 4>(a, a_stride, b, steps, out);
+    case 5: return product<E, 5>(a, a_stride, b, steps, out);
+    default: return product<E, 6>(a, a_stride, b, steps, out);
+#endif
+  }
+}
+
+// 32-bit elements in [TILE][n] -> out [PANELS][n][4 * VL].
+INLINE void transpose(const uint32_t* in, int n, uint32_t* out) {
+  for (int t = 0; t < TILE; t += VL)
+    for (int d = 0; d < n; d += VL) {
+      uint32_t* o = out + int64_t(t / (4 * VL)) * n * 4 * VL + t % (4 * VL);
+#if VL == 16
+      __m512i x[16], y[16];
+      for (int i = 0; i < 16; i++) x[i] = load<__m512i>(in + (t + i) * n + d);
+      for (int i = 0; i < 8; i++) {
+        y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+        y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+      }
+      for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 2; j++) {
+          x[4 * i + 2 * j] = _mm512_unpacklo_epi64(y[4 * i + j], y[4 * i + 2 + j]);
+          x[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(y[4 * i + j], y[4 * i + 2 + j]);
+        }
+      for (int i = 0; i < 4; i++) {  // x[4 b + i] holds column i of each 128-bit lane, rows 4 b to 4 b + 3
+        y[i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0x88), y[4 + i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0xdd);
+        y[8 + i] = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0x88), y[12 + i] = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0xdd);
+      }
+      for (int i = 0; i < 4; i++) {
+        store(o + (d + i) * 4 * VL, _mm512_shuffle_i32x4(y[i], y[8 + i], 0x88));
+        store(o + (d + 8 + i) * 4 * VL, _mm512_shuffle_i32x4(y[i], y[8 + i], 0xdd));
+        store(o + (d + 4 + i) * 4 * VL, _mm512_shuffle_i32x4(y[4 + i], y[12 + i], 0x88));
+        store(o + (d + 12 + i) * 4 * VL, _mm512_shuffle_i32x4(y[4 + i], y[12 + i], 0xdd));
+      }
+#else
+      for (int i = 0; i < VL; i++)
+        for (int j = 0; j < VL; j++) o[(d + j) * 4 * VL + i] = in[(t + i) * n + d + j];
+#endif
+    }
+}
+
+// Keys of a tile -> panels; `rows_out` [TILE][chunks * CHUNK] elements is scratch.
+template <class R>
+void layout_keys(RowPointers rows, int64_t at, int D, char* rows_out, char* out) {
+  using E = typename R::Engine;
+  const int count = chunks<E>(D), row = count * E::CHUNK * E::BYTES;
+  for (int t = 0; t < TILE; t++)
+    for (int c = 0; c < count; c++) {
+      typename E::Vec key[E::VECS];
+      R::load(rows[t] + at, c, D, key);
+      for (int u = 0; u < E::VECS; u++) store(rows_out + t * row + (c * E::VECS + u) * sizeof key[0], key[u]);
+    }
+  transpose((const uint32_t*)rows_out, row / 4, (uint32_t*)out);
+}
+
+template <class R>
+void layout_values(RowPointers rows, int64_t at, int D, char* out) {
+  using E = typename R::Engine;
+  for (int c = 0; c < chunks<E>(D); c++)
+    for (int t = 0; t < TILE; t += E::STEP, out += 4 * sizeof(typename E::Vec)) {
+      typename E::Vec v[4];
+      E::template values<R>(rows + t, at, c, D, v);
+      for (int j = 0; j < 4; j++) store(out + j * sizeof v[0], v[j]);
+    }
+}
+
+// Scores of n prepared queries: x [n][TILE], without their factors.
+template <class R>
+void all_scores(const char* q, int n, int D, const char* keys, float* x) {
+  using E = typename R::Engine;
+  const int row = chunks<E>(D) * E::CHUNK * E::BYTES, steps = row / 4;
+  typename E::Acc acc[MR][4];
+  for (int i = 0; i < n; i += MR)
+    for (int p = 0; p < PANELS; p++) {
+      const int m = n - i < MR ? n - i : MR;
+      product_n<E>(m, q + i * row, row, keys + p * steps * 4 * sizeof(typename E::Vec), steps, acc);
+      for (int r = 0; r < m; r++)
+        for (int j = 0; j < 4; j++) store(x + (i + r) * TILE + (p * 4 + j) * VL, E::as_float(acc[r][j]));
+    }
+}
+
+// out[i] = out[i] * fade[i] + factor[i] * (p[i] . v) for n queries; p [n][TILE] packed, out as accumulate() has it.
+template <class R>
+void all_outputs(const char* p, int n, int D, const char* values, const float* factor, const float* fade, float* out) {
+  using E = typename R::Engine;
+  const int64_t stride = chunks<E>(D) * 4 * VL;
+  const int steps = TILE / E::STEP;
+  typename E::Acc acc[MR][4];
+  for (int c = 0; c < chunks<E>(D); c++)
+    for (int i = 0; i < n; i += MR) {
+      const int m = n - i < MR ? n - i : MR;
+      product_n<E>(m, p + i * TILE * E::BYTES, TILE * E::BYTES, values + c * steps * 4 * sizeof(typename E::Vec), steps, acc);
+      for (int r = 0; r < m; r++)
+        for (int j = 0; j < 4; j++) {
+          float* o = out + (i + r) * stride + (c * 4 + j) * VL;
+          store(o, madd(E::as_float(acc[r][j]), splat(factor[i + r]), load<VF>(o) * fade[i + r]));
+        }
+    }
+}
+
+struct ExtendOps {
+  void (*pack_keys)(RowPointers, int64_t, int, char*, char*) = layout_keys<ReadF32>;
+  void (*scores)(const char*, int, int, const char*, float*) = all_scores<ReadF32>;
+  void (*pack_values)(RowPointers, int64_t, int, char*) = layout_values<ReadF32>;
+  void (*outputs)(const char*, int, int, const char*, const float*, const float*, float*) = all_outputs<ReadF32>;
+  explicit ExtendOps(const Call& c) {
+    with_reader(c.K, c.dtype, [&](auto r) { pack_keys = layout_keys<decltype(r)>, scores = all_scores<decltype(r)>; });
+    with_reader(c.V, c.dtype, [&](auto r) { pack_values = layout_values<decltype(r)>, outputs = all_outputs<decltype(r)>; });
+  }
+};
+
+void extend(const Call& c, const Block& b) {
+  static thread_local Arena arena;
+  const Plane &K = c.K, &V = c.V;
+  const Plan plan(c);
+  const ExtendOps ops(c);
+  const int n = (b.r1 - b.r0) * c.G, q_bytes = plan.key.bytes(K.D), floats = plan.value.floats(V.D);
+  const int k_stride = (K.D + 15) & ~15, v_stride = (V.D + 15) & ~15, k_packed = TILE * q_bytes;
+  const int v_packed = TILE * floats * 4;  // at most
+  arena.reset(size_t(n) * (q_bytes + floats * 4 + sizeof(Query) + TILE * 8 + 8) + sizeof(Tile) + 4 * TILE * 4 + 2 * k_packed +
+              v_packed + TILE * (k_stride + v_stride) * 4 + (K.D + (2 + V.D) * c.G) * 4 + 4096);
+  char* q = arena.take<char>(n * q_bytes);
+  float* acc = arena.take<float>(n * floats);
+  Query* query = arena.take<Query>(n);
+  float* x = arena.take<float>(n * TILE);
+  char* packed = arena.take<char>(n * TILE * 4);
+  float *factor = arena.take<float>(n), *fade = arena.take<float>(n);
+  Tile& tile = *arena.take<Tile>(1);
+  float* scales = arena.take<float>(4 * TILE);
+  char *k_rows_packed = arena.take<char>(k_packed), *keys = arena.take<char>(k_packed), *values = arena.take<char>(v_packed);
+  float *k_rows = arena.take<float>(TILE * k_stride), *v_rows = arena.take<float>(TILE * v_stride);
+  float *one = arena.take<float>(K.D), *part = arena.take<float>((2 + V.D) * c.G);
+  memset(acc, 0, size_t(n) * floats * 4);
+  for (int i = 0; i < n; i++) {
+    load_row(c.q, c.dtype, b.r0 + i / c.G, b.h * c.G + i % c.G, K.D, one);
+    if (K.rotate) hadamard(one, K.D);
+    fold(K, b.h, one, query[i]);
+    query[i].factor *= plan.key.prepare(one, K.D, q + i * q_bytes);
+  }
+  const auto oldest = [&](int row) {
+    const int64_t first = c.positions[row] - c.window + 1;
+    return c.window && first > 0 ? int(first) : 0;
+  };
+  const int first = oldest(b.r0), last = int(c.positions[b.r1 - 1]) + 1;
+  for (int start = first / TILE * TILE; start < last; start += TILE) {
+    tile.find(c, b.request, start, first, last);
+    const KeyScales s = key_scales(c, tile, b.h, scales);
+    const char *k_to[TILE], *v_to[TILE];
+    if (plan.k_rows) dequantize(K, tile.k, tile, b.h, k_rows, k_stride, k_to);
+    if (plan.v_rows) dequantize(V, tile.v, tile, b.h, v_rows, v_stride, v_to);
+    ops.pack_keys(plan.k_rows ? k_to : tile.k, plan.k_rows ? 0 : b.h * K.head, K.D, k_rows_packed, keys);
+    ops.pack_values(plan.v_rows ? v_to : tile.v, plan.v_rows ? 0 : b.h * V.head, V.D, values);
+    int from = 0;  // earlier rows see no key of this tile
+    while (c.positions[b.r0 + from / c.G] < start) from += c.G;
+    ops.scores(q + from * q_bytes, n - from, K.D, keys, x + from * TILE);
+    for (int i = from; i < n; i++) {
+      const int row = b.r0 + i / c.G, t0 = oldest(row) - start, t1 = int(c.positions[row]) + 1 - start;
+      float* w = x + i * TILE;
+      if (t0 >= TILE) {  // its window begins later
+        memset(w, 0, TILE * 4);
+        fade[i] = 1.f;
+      } else
+        fade[i] = weigh(c, s, t0 > 0 ? t0 : 0, t1 < TILE ? t1 : TILE, query[i], w);
+      factor[i] = plan.value.pack(w, TILE, packed + i * TILE * plan.value.bytes);
+    }
+    ops.outputs(packed + from * TILE * plan.value.bytes, n - from, V.D, values, factor + from, fade + from, acc + from * floats);
+  }
+  for (int row = b.r0; row < b.r1; row++) {
+    for (int g = 0; g < c.G; g++) {
+      const int i = (row - b.r0) * c.G + g;
+      float* p = part + g * (2 + V.D);
+      plan.value.unpermute(acc + i * floats, V.D, p + 2);
+      unfold(V, b.h, query[i], p + 2);
+      p[0] = query[i].best, p[1] = query[i].total;
+    }
+    const float* parts[] = {part};
+    merge(c, row, b.h, parts, 1);
+  }
+}
+
+}  // namespace
+}  // namespace qkv
