@@ -63,17 +63,17 @@ class BenchFrame(Experiment):
                             busy[name].append(1e3 * seconds[1])
                     bar.update(i > 0)
                 for name in adapters:
+                    times = statistics.median(wall[name]), min(wall[name]), statistics.median(busy[name])
                     part = {
                         "tokens": T,
                         "forward": name,
-                        "wall_ms": statistics.median(wall[name]),
-                        "wall_ms_min": min(wall[name]),
-                        "cpu_ms": statistics.median(busy[name]),
+                        "wall_ms": times[0],
+                        "wall_ms_min": times[1],
+                        "cpu_ms": times[2],
                         "threads": torch.get_num_threads(),
                     }
                     run.add_row({"label": f"{name}, {T}", "frame": part})
-                    cells = (part["wall_ms"], part["wall_ms_min"], part["cpu_ms"])
-                    table.append([f"{T:,}", name, *(number(x, 2) for x in cells)])
+                    table.append([f"{T:,}", name, *(number(x, 2) for x in times)])
         for adapter in (fused, plain):
             adapter.close()
         note = f"{torch.get_num_threads()} threads; medians of {self.repeats} each, in turn; CPU: of all threads together"
