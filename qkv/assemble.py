@@ -110,7 +110,7 @@ def build_policies(config: EngineConfig) -> Policies:
 def assemble(loaded: LoadedModel, config: EngineConfig, scales: ScaleFile | None, clock: Callable[[], float]) -> Parts:
     """Raises ConfigError, ModelError or ScaleError; the model is left as it was then."""
     policies = build_policies(config)
-    adapter = HFAdapter(loaded.model, loaded.tokenizer, config.runner.fused)
+    adapter = HFAdapter(loaded.model, loaded.tokenizer, config.runner.fused, config.runner.compile)
     try:
         return _assemble(loaded, config, scales, clock, policies, adapter)
     except BaseException:

@@ -154,13 +154,14 @@ class RunnerConfig:
     deterministic: pad rows to a multiple of 16 and attend in fixed tiles, so that codes and logits do not depend on
     how requests are batched, chunked, cached or preempted. Slower. cuda_graphs: on a GPU, replay decode steps from graphs
     captured per batch size, where the backend can be captured. fused: on the CPU, run llama-like decoders through fused
-    operators instead of transformers' code."""
+    operators instead of transformers' code. compile: torch.compile the models that this leaves to transformers' code."""
 
     name: Literal["model", "simulated"] = "model"
     clock: Literal["wall", "cpu"] = "wall"
     deterministic: bool = False
     cuda_graphs: bool = True
     fused: bool = True
+    compile: bool = False
 
 
 @dataclass(frozen=True)

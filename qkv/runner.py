@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from qkv.attention.hf import HFAdapter
 
 DETERMINISTIC_ROWS = 16  # fewer than 4 rows take another path in the matrix library, with other last bits
-MIN_ROWS = 2  # one row specialises under torch.compile
 
 
 class Scored(NamedTuple):
@@ -163,7 +162,7 @@ class Runner:
             lens.append(end)
             table_rows.append(row)
             self._count_pairs(n, end)
-        padded = max(MIN_ROWS, -(-at // self.row_multiple) * self.row_multiple)
+        padded = max(self.adapter.min_rows, -(-at // self.row_multiple) * self.row_multiple)
         ids[at:padded], positions[at:padded], slots[at:padded] = 0, 0, -1
         R, M = len(chunks), -(-max(lens) // B)
         self._seq_lens.host[:R] = lens

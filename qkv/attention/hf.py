@@ -41,6 +41,8 @@ def attention_function(
 
     Returns [1, T, Hq, Dv]. Scale, window and softcap were read once, when the model was probed, and are bound to the backend.
     """
+    if torch.compiler.is_compiling():
+        return opaque_attend(query[0], key[0], value[0], kwargs.get("s_aux"), module.layer_idx)[None], None
     context = current_context()
     if isinstance(context, Probe):
         return context.record(module, query, key, value, attention_mask, kwargs), None
@@ -51,11 +53,26 @@ def attention_function(
     return context.attend(layer, q, k, v, kwargs.get("s_aux"))[None], None
 
 
+@torch.library.custom_op("qkv::attend", mutates_args=())
+def opaque_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layer: int) -> torch.Tensor:
+    """What a compiled model calls instead of all that: q [Hq, T, Dk], k [H, T, Dk], v [H, T, Dv] -> [T, Hq, Dv]. One operator,
+    which stores and attends through the context of the step that runs it; the compiler does not look inside."""
+    context = current_context()
+    assert isinstance(context, StepContext), "a compiled model ran outside its engine"
+    return context.attend(layer, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), sinks).contiguous()
+
+
+@opaque_attend.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layer: int) -> torch.Tensor:
+    return q.new_empty(q.shape[1], q.shape[0], v.shape[2])
+
+
 class _Attachment:
     """How many adapters hold a model, and the attention implementations to give back when the last one lets go."""
 
     def __init__(self, model: "PreTrainedModel") -> None:
         self.adapters = 0
+        self.compiled: Any = None  # the model under torch.compile, shared by the adapters that want it
         self.fused: FusedForward | str | None = None  # the model's fused forward, or why it has none; None: not tried yet
         configs = [model.config] + [m.config for m in model.modules() if hasattr(m, "config")]
         configs += [
@@ -76,10 +93,17 @@ class HFAdapter:
     """A model attached to our attention. Several adapters may share one model; the last close() restores it.
 
     layers: its attention layers, by layer index. Raises ModelError, leaving the model as it was, for architectures whose
-    attention a paged cache cannot stand in for. fused: use fused.py where it can.
+    attention a paged cache cannot stand in for. fused: use fused.py where it can. compile: torch.compile where it cannot.
+    min_rows: a forward needs that many, padding included; torch.compile would specialise on a single one.
     """
 
-    def __init__(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None, fused: bool = True) -> None:
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        fused: bool = True,
+        compile: bool = False,
+    ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._closed = False
         accepted = inspect.signature(type(model).forward).parameters
@@ -95,7 +119,11 @@ class HFAdapter:
                     "values cannot be paged (it would silently run its own attention)"
                 )
             self.layers: list[LayerShape] = probe_layers(model, self.vocab_size)
+            self._compiled: Any = None
             self._fused = self._shared_fused() if fused else "runner.fused is false"
+            if compile and not isinstance(self._fused, FusedForward):
+                self._compiled = self._shared_compiled()
+            self.min_rows = 1 if isinstance(self._fused, FusedForward) else 2
         except BaseException:
             self.close()
             raise
@@ -121,11 +149,14 @@ class HFAdapter:
     def _transformers_forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logits_index: torch.Tensor, context: StepContext
     ) -> torch.Tensor:
+        run, wanted = self.model if self._compiled is None else self._compiled, len(logits_index)
+        if self._compiled is not None:  # at least 2, and always a tensor made in inference mode: either would compile anew
+            logits_index = torch.cat([logits_index, logits_index.new_zeros(max(0, 2 - wanted))])
         extra = {"logits_to_keep": logits_index} if self._keeps_logits else {}
         with step_context(context):
-            out = self.model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **extra)
+            out = run(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **extra)
         logits: torch.Tensor = out.logits[0]
-        return logits if self._keeps_logits else logits[logits_index]
+        return (logits if self._keeps_logits else logits[logits_index])[:wanted]
 
     def _shared_fused(self) -> FusedForward | str:
         """The fused forward of the model, built and tried by its first adapter; or the reason why it has none."""
@@ -137,10 +168,19 @@ class HFAdapter:
                 attachment.fused = str(reason)
         return attachment.fused
 
+    def _shared_compiled(self) -> Any:
+        """The model under torch.compile, for any number of rows. Compiled by its first forward."""
+        attachment = _attached[self.model]
+        if attachment.compiled is None:
+            attachment.compiled = torch.compile(self.model, dynamic=True)
+        return attachment.compiled
+
     @property
     def forward_path(self) -> str:
-        """Whose forward runs: "fused", or "transformers" with the reason. Goes into every record."""
-        return "fused" if isinstance(self._fused, FusedForward) else f"transformers: {self._fused}"
+        """Whose forward runs: "fused", or "transformers" or "compiled" with the reason. Goes into every record."""
+        if isinstance(self._fused, FusedForward):
+            return "fused"
+        return f"{'transformers' if self._compiled is None else 'compiled'}: {self._fused}"
 
     def close(self) -> None:
         """Let go of the model; the last adapter gives it its own attention back. Calling it again does nothing."""

@@ -233,3 +233,14 @@ def test_a_scale_file_that_nobody_would_use_is_an_error(
     name, *rest = experiment
     assert run.main([f"experiment={name}", *rest, *TINY, f"scales={path}", f"hydra.run.dir={tmp_path / 'run'}"]) != 0
     assert "was made for quantizer 'int8', which is not among" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "forwards"), [([], ["fused", "transformers"]), (["model.dtype=float64"], ["transformers"])]
+)
+def test_a_step_without_attention_is_timed_fused_and_not(tmp_path: Path, overrides: list[str], forwards: list[str]) -> None:
+    record = run_it(tmp_path, "experiment=bench_frame", *TINY, "tokens=[1,70]", "repeats=2", *overrides)
+    assert [(row["frame"]["tokens"], row["frame"]["forward"]) for row in record["rows"]] == [
+        (T, f) for T in (1, 70) for f in forwards
+    ]
+    assert all(row["frame"]["wall_ms"] >= row["frame"]["wall_ms_min"] > 0 for row in record["rows"])
