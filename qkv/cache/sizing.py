@@ -6,7 +6,6 @@ Does not know about: tensors' contents, requests.
 import logging
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from qkv.cache.store import raw_slot_bytes
@@ -99,4 +98,8 @@ def size_pool(
 
 
 def _free(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil  # not needed on a GPU
+
+    return int(psutil.virtual_memory().available)

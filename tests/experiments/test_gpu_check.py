@@ -15,8 +15,9 @@ from experiments import gpu_check
 ROOT = Path(__file__).resolve().parents[2]
 LEAN = """
 import sys
-for name in ("hydra", "omegaconf", "rich", "tqdm", "wandb", "matplotlib", "datasets", "psutil", "gguf"):
+for name in ("hydra", "omegaconf", "rich", "wandb", "matplotlib", "datasets", "psutil", "gguf", "accelerate"):
     sys.modules[name] = None
+import qkv.engine, qkv.models, experiments.gpu_check
 from experiments.gpu_check import main
 raise SystemExit(main(["--help"]))
 """
