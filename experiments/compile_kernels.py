@@ -26,6 +26,7 @@ OPS = ("append", "decode", "extend")
 _CHANNEL4 = KVFormat(4, torch.uint8, "channel", torch.float32, "float")
 COMPILED = FORMATS | {"int4": (_CHANNEL4, KVFormat(4, torch.uint8, "token_group", zero="float", group=32))}
 _TOKENS, _KV_HEADS, _BLOCKS = 64, 8, 512  # of the launch that is compiled; only strides enter the code
+_DECODES, _CONTEXT = 64, 8192  # of the step that bound_us is stated for, with _KV_HEADS kv heads
 
 
 class CompileError(QkvError):
@@ -74,11 +75,12 @@ class CompileKernels(Experiment):
         show(
             f"Compiled kernels, q in {self.dtype}, {self.group} query heads per kv head",
             ["op", "format", "arch", "D", "B", "tile", "regs", "spill", "stack", "shared", "load B", "mma", "cvt/el", "instr/el",
-             "programs", "headroom", "wrong"],
+             "programs", "headroom", "bound us", "wrong"],
             [_cells(row["kernel"]) for row in rows],
             "load B: narrowest load of codes per thread; per element of K and V in the loop: cvt, conversions, and instr, "
-            "instructions x lanes; programs: per processor; headroom: instructions the memory's pace allows / those used",
-            text=(0, 1, 2, 16),
+            "instructions x lanes; programs: per processor; headroom: instructions the memory's pace allows / those used; bound: "
+            f"{_DECODES} decodes of {_CONTEXT} tokens take at least this long on {', '.join(g.name for g in GPUS.values())}",
+            text=(0, 1, 2, 17),
         )  # fmt: skip
         wrong = [row["kernel"] for row in rows if row["kernel"]["wrong"]]
         if wrong:
@@ -153,7 +155,10 @@ def _row(kernel: str, name: str, arch: str, D: int, B: int, launch: Any, code: m
                 "lane_instructions_per_element": used,
             }
             if kernel == "decode":  # extend is bound by arithmetic
-                row["headroom"] = gpu.lane_instructions_per_byte * read / used
+                available, elements = gpu.lane_instructions_per_byte * read, _DECODES * _CONTEXT * _KV_HEADS * (K.D + V.D)
+                slowest = max(read / gpu.bandwidth, used / (gpu.lanes * gpu.processors * gpu.clock))
+                row |= {"bytes_per_element": read, "lane_instructions_available": available, "headroom": available / used}
+                row["bound_us"] = 1e6 * elements * slowest
             wanted = min(8, *(_power_of_two_in(S.width * S.fmt.storage.itemsize) for S in (K, V)))
             if kernel == "decode" and row["load_bytes_min"] < wanted:
                 wrong.append(f"loads codes {row['load_bytes_min']} bytes at a time, not {wanted}")
@@ -189,4 +194,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
     cells += [number(row[k]) for k in ("registers", "spill_bytes", "stack_bytes", "shared_bytes")]
     cells += [number(row.get("load_bytes_min")), number(sum(row["mma_instructions"].values()))]
     cells += [number(row.get(k), 2) for k in ("conversions_per_element", "lane_instructions_per_element")]
-    return [*cells, number(row["programs_per_processor"]), number(row.get("headroom"), 2), row["wrong"] or "-"]
+    return [
+        *cells,
+        number(row["programs_per_processor"]),
+        number(row.get("headroom"), 2),
+        number(row.get("bound_us"), 0),
+        row["wrong"] or "-",
+    ]

@@ -1,6 +1,19 @@
-"""Tile sizes, warps and pipeline stages per architecture.
+"""Tile sizes, warps and pipeline stages per architecture, and why.
 
-Does not know about: formats beyond bytes per row, launching.
+Chosen from compiled code (Triton 3.9; `experiment=compile_kernels` shows it), not yet from timing:
+
+decode  16 query rows: the least a matrix instruction takes; 4 to 16 of them are real. 4 warps share the keys of a tile. What does
+        not grow with a tile (barriers, addresses, the softmax of rows that are padding) is halved per key by doubling it: int8 on
+        sm_90 takes 4.5 instructions per element with 64 keys, 3.5 with 128; 8 warps need 4.2. So a tile is the largest that
+        leaves shared memory for three programs on a processor (two where it has 100 KiB), which keeps a tile per program in
+        flight: two stages are enough, a third costs shared memory and, in int8, 60 registers.
+extend  sm_90 and sm_100 run their own matrix instructions from 64 rows per 4 warps on, so 128 rows on 8. Before them, and on
+        sm_120, the accumulators of 64 x 128 take half of the 255 registers a thread has: 64 rows on 4 warps for converted
+        formats, and tiles of 32 keys for zero points of tokens and for sm_80, whose fp8 conversion needs registers too: what
+        was wider spilled. Head dims above 128 halve the rows or double the warps for the same reason.
+append  4 rows on 2 warps: decode stores a few rows per head, and latency is all that matters there.
+
+Does not know about: launching.
 """
 
 import functools
@@ -11,7 +24,7 @@ from triton import knobs
 
 from qkv_kernels.triton.spec import Side
 
-# Kibibytes of shared memory that one decode program may take, so that two (sm_89, sm_120) or three fit a processor.
+# Kibibytes of shared memory that one decode program may take.
 _SHARED = {"sm_80": 48, "sm_89": 36, "sm_90": 75, "sm_100": 75, "sm_120": 36, "gfx942": 20}
 
 

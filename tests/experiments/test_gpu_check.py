@@ -1,0 +1,85 @@
+"""The script for a GPU, without one: every part runs on tiny shapes in Triton's interpreter, and it writes its record."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments import _gpu_bench as bench
+from experiments import gpu_check
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAN = """
+import sys
+for name in ("hydra", "omegaconf", "rich", "wandb", "matplotlib", "datasets", "psutil", "gguf", "accelerate"):
+    sys.modules[name] = None
+import qkv.engine, qkv.models, experiments.gpu_check
+from experiments.gpu_check import main
+raise SystemExit(main(["--help"]))
+"""
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_help_needs_no_gpu_and_none_of_the_packages_a_gpu_machine_lacks() -> None:
+    done = python("-c", LEAN)
+    assert done.returncode == 0, done.stderr
+    assert "--minutes" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main([]) == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_correctness_of_a_format(name: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    row = gpu_check.check_format(name, "cpu", "float32", 64)
+    assert row["errors"] == []
+    assert 0 < row["decode_error"] < 1e-4
+
+
+@pytest.mark.interpreter
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr("qkv_kernels.triton.decode.decode", lambda q, *_: _[5].copy_(q))
+    monkeypatch.setattr("qkv_kernels.triton.append.append", lambda *_: None)
+    errors = gpu_check.check_format("int8", "cpu", "float32", 64)["errors"]
+    assert [e.split(":")[0] for e in errors] == ["append", "append", "append", "decode"]
+
+
+def test_pages_of_a_benchmark_hold_finite_numbers_and_every_table_other_pages() -> None:
+    shape = bench.Shape(2, 32, 4, 2, 64)
+    for formats in gpu_check.TIMED.values():
+        pages = bench.make_pages(formats, shape, torch.device("cpu"), rotate_bytes=3 * int(shape.kv_bytes(formats)))
+        assert torch.isfinite(pages.k.codes.float()).all()
+        assert len(pages.tables) == 3
+        assert len(torch.cat(pages.tables).unique()) == 3 * 2 * 2
+        assert int(torch.cat(pages.tables).min()) >= 1
+
+
+def test_bytes_and_operations_of_a_shape() -> None:
+    shape = bench.Shape(64, 8192)
+    assert shape.kv_bytes(gpu_check.TIMED["bf16"]) == 64 * 8192 * 8 * 128 * 2 * 2
+    assert bench.attention_flops(bench.Shape(1, 10), 10) == 4 * 32 * 128 * 55
+
+
+@pytest.mark.slow
+def test_every_part_runs(tmp_path: Path) -> None:
+    done = python("-m", "experiments.gpu_check", "--smoke", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert {name.split()[0] for name in record.get("failed", {})} <= {"flash_attn", "flashinfer"}  # where they are not installed
+    kernels = [row["kernel"] for row in record["rows"] if "kernel" in row]
+    assert {k["op"] for k in kernels} == {"decode", "append", "extend"}
+    assert [row["policy"]["quantizer"] for row in record["rows"] if "policy" in row] == ["none", "fp8", "int8_token"]
