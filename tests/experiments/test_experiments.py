@@ -143,7 +143,15 @@ def test_planning_costs_the_same_at_any_context_length(tmp_path: Path) -> None:
 
 
 def test_attention_kernels_are_timed_beside_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["shapes=[4/2/32]", "seqs=[2]", "contexts=[50]", "chunk=8", "formats=[bf16,int8]", "repeats=2"]
+    arguments = [
+        "shapes=[4/2/32]",
+        "seqs=[2]",
+        "contexts=[50]",
+        "chunk=8",
+        "formats=[bf16,int8]",
+        "repeats=2",
+        "ops=[decode,extend,append]",
+    ]
     record = run_it(tmp_path, "experiment=bench_attention", *arguments)
     kernels = [row["kernel"] for row in record["rows"]]
     assert [(k["op"], k["format"]) for k in kernels] == [
