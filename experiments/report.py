@@ -228,9 +228,7 @@ def main(arguments: Sequence[str]) -> int:
     paths = [Path(a) for a in arguments if not a.startswith(("baseline=", "out="))]
     try:
         if not paths:
-            raise ConfigError(
-                "say what to report on: python -m experiments.report outputs/... [baseline=record.json] [out=file]"
-            )
+            raise ConfigError("say what to report on: python -m experiments.report outputs/... [baseline=record.json] [out=file]")
         report = collect(paths, Path(options["baseline"]) if "baseline" in options else None)
         folder = paths[0] if paths[0].is_dir() else paths[0].parent
         print_table(report)
