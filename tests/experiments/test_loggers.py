@@ -62,6 +62,16 @@ def test_wandb_offline_with_the_real_package(
     assert list(tmp_path.glob("wandb/offline-run-*/files/media/table/rows*.json"))
 
 
+def test_tensorboard_holds_every_figure(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_everything(LOGGERS.build("tensorboard"), tmp_path)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [event.value for event in found.Scalars("memory/pool_bytes")] == [8, 4]
+
+
 def test_without_the_wandb_package_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
