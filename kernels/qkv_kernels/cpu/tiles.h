@@ -16,9 +16,9 @@ struct Ahead {
   RowPointers rows;
   int64_t at;
   int bytes;
-  FORCE void step(int t, int n) const {  // rows t to t + n
+  FORCE void step(int t, int n, int part, int parts) const {  // that part of rows t to t + n
     for (int i = t; i < t + n; i++)
-      for (int j = 0; j < bytes; j += 64) __builtin_prefetch(rows[i] + at + j, 0, 3);
+      for (int j = bytes * part / parts & ~63; j < bytes * (part + 1) / parts; j += 64) __builtin_prefetch(rows[i] + at + j, 0, 3);
   }
 };
 
@@ -47,7 +47,7 @@ void score_n(RowPointers rows, Ahead ahead, int64_t at, const char* q, int D, in
   const int count = chunks<E>(D), q_bytes = count * E::CHUNK * E::BYTES;
   for (int t = t0; t < t1; t += 4) {
     typename E::Acc acc[N][4] = {};
-    ahead.step(t, 4);
+    ahead.step(t, 4, 0, 1);
     for (int c = 0; c < count; c++) {
       const char* part = q + c * E::CHUNK * E::BYTES;
 #pragma GCC unroll 4
@@ -85,7 +85,7 @@ void accumulate_n(RowPointers rows, Ahead ahead, int64_t at, const char* p, int 
     typename E::Acc acc[N][4] = {};
     for (int t = t0; t < t1; t += E::STEP) {
       typename E::Vec value[4];
-      if (c == 0) ahead.step(t, E::STEP);
+      ahead.step(t, E::STEP, c, chunks<E>(D));
       E::template values<R>(rows + t, at, c, D, value);
 #pragma GCC unroll 4
       for (int g = 0; g < N; g++) {
