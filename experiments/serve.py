@@ -64,14 +64,14 @@ class _Driver:
         self.burst: set[int] = set()  # conversations that a closed loop starts with
         self.open = 0  # conversations begun and not ended, in a closed loop
         self.fill()
+        if self.closed:
+            self.burst = {planned.index for _, _, planned in self.coming}
 
     def fill(self) -> None:
         """Know the next arrival; in a closed loop, one per free place."""
         work = self.traffic.workload
         if self.closed:
             while self.open < work.concurrency and (planned := next(self.first, None)) is not None:
-                if self.engine.clock() == self.start:
-                    self.burst.add(planned.index)
                 self.open += 1
                 self.push(planned, self.engine.clock())
         elif not any(p.turn == 0 for _, _, p in self.coming) and (planned := next(self.first, None)) is not None:

@@ -118,6 +118,14 @@ def test_a_closed_loop_keeps_its_concurrency_and_leaves_the_start_out_of_the_lat
     assert served.output_tokens == sum(p.output_tokens for p in Traffic(work, 0, VOCAB))
 
 
+def test_a_closed_loop_on_a_real_clock_leaves_its_start_out_too() -> None:
+    with Engine.create("llama2-7b-tiny", num_blocks=100) as real:
+        work = Workload(num_requests=8, prompt_tokens=20, output_tokens=4, arrivals="closed", concurrency=3)
+        served = serve(real, Traffic(work, 0, 512))
+    assert served.requests == 8
+    assert len(served.latencies._sketches["ttft_s"]) == 5
+
+
 def test_waiting_counts_from_the_arrival_and_not_from_the_next_step() -> None:
     e = engine(device={"bandwidth": 1e12, "flops": 1e14, "overhead_s": 1.0})  # a step takes a second
     served = serve(
