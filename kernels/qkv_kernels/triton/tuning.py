@@ -10,7 +10,8 @@ decode  16 query rows: the least a matrix instruction takes; 4 to 16 of them are
 extend  sm_90 and sm_100 run their own matrix instructions from 64 rows per 4 warps on, so 128 rows on 8. Before them, and on
         sm_120, the accumulators of 64 x 128 take half of the 255 registers a thread has: 64 rows on 4 warps for converted
         formats, and tiles of 32 keys for zero points of tokens and for sm_80, whose fp8 conversion needs registers too: what
-        was wider spilled. Head dims above 128 halve the rows or double the warps for the same reason.
+        was wider spilled. Head dims above 128, or padded to a power of two,
+        halve the rows or double the warps for the same reason.
 append  4 rows on 2 warps: decode stores a few rows per head, and latency is all that matters there.
 
 Does not know about: launching.
@@ -80,15 +81,16 @@ def extend(arch: str, K: Side, V: Side) -> AttendLaunch:
     if arch == "interpreter":
         return AttendLaunch(32, 32, 4, 1)
     wide = max(K.lanes * K.streams, V.lanes * V.streams) > 128
+    padded = any(S.width != S.lanes for S in (K, V))  # masks of channels take registers
     per_key = any(S.scale == "token" and S.zero != "none" for S in (K, V))  # zero points of keys: many live numbers
     if arch in ("sm_90", "sm_100"):
         return AttendLaunch(64 if wide else 128, 32 if per_key or wide else 64, 8, 2)
     if arch.startswith("gfx"):
         return AttendLaunch(64, 32 if K.kind == V.kind == "raw" or wide else 64, 4, 2)
     if K.kind == V.kind == "raw":
-        return AttendLaunch(64 if wide else 128, 32 if wide else 64, 8, 2)
+        return AttendLaunch(64 if wide or padded else 128, 32 if wide else 64, 8, 2)
     narrow = per_key or wide or K.zero != "none" or arch == "sm_80"
-    return AttendLaunch(64, 32 if narrow else 64, 8 if wide else 4, 2)
+    return AttendLaunch(64, 32 if narrow else 64, 8 if wide or padded else 4, 2)
 
 
 def _decode_bytes_per_key(K: Side, V: Side, stages: int) -> int:
