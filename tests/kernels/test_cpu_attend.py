@@ -192,6 +192,16 @@ def test_a_run_repeats_bit_for_bit_whatever_the_number_of_threads(threads: int) 
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_kernels_use_torch_s_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert torch.ops.qkv_cpu.threads() == threads  # built without OpenMP it is one, and nothing else tells
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_head_ranges_of_different_formats_share_a_layer() -> None:
     class Mixed(NoneQuantizer):
         def formats(self, layer: int) -> list[HeadFormat]:

@@ -23,7 +23,9 @@ import torch
 from torch.utils.cpp_extension import include_paths
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-Wno-psabi", "-Wno-unknown-pragmas")
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
+# at::parallel_for is an inline OpenMP region: without this flag it compiles to a loop on one thread, silently.
+OPENMP = "-fopenmp"
 # One object per instruction set, chosen at run time. Other machines than x86-64 get the portable one, for their baseline.
 INSTRUCTION_SETS = {
     "portable": (),
@@ -55,7 +57,7 @@ def library(extra: tuple[str, ...] = ()) -> Path:
     """
     cxx = compiler()
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout
-    key = hashlib.sha256(repr((version, torch.__version__, FLAGS, INSTRUCTION_SETS, extra, platform.machine())).encode())
+    key = hashlib.sha256(repr((version, torch.__version__, FLAGS, OPENMP, INSTRUCTION_SETS, extra, platform.machine())).encode())
     for file in sorted(SOURCES.iterdir()):
         if file.suffix in (".h", ".cpp"):
             key.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -69,13 +71,13 @@ def library(extra: tuple[str, ...] = ()) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the second process waits, then finds the library
             if not target.exists():
                 print(f"qkv: compiling the CPU kernels with {cxx}, once (about a minute): {target}", file=sys.stderr, flush=True)
-                _build(cxx, extra, target)
+                _build(cxx, version, extra, target)
     except OSError as error:
         raise BuildError(f"cannot write to the cache folder {folder}: {error}; set QKV_CACHE to another one") from error
     return target
 
 
-def _build(cxx: str, extra: tuple[str, ...], target: Path) -> None:
+def _build(cxx: str, version: str, extra: tuple[str, ...], target: Path) -> None:
     """Compile every object, side by side, link, and move the result into place in one step."""
     sets = INSTRUCTION_SETS if platform.machine() in ("x86_64", "AMD64") else {"portable": ()}
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
@@ -83,7 +85,7 @@ def _build(cxx: str, extra: tuple[str, ...], target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
         out = Path(temporary)
         jobs = [
-            [cxx, *FLAGS, *extra, abi, *headers, "-c", str(source), "-o", str(out / f"{source.stem}.o")]
+            [cxx, *FLAGS, OPENMP, *extra, abi, *headers, "-c", str(source), "-o", str(out / f"{source.stem}.o")]
             for source in sorted(SOURCES.glob("*ops.cpp"))
         ]
         for source in sorted(SOURCES.glob("*kernels.cpp")):
@@ -94,7 +96,10 @@ def _build(cxx: str, extra: tuple[str, ...], target: Path) -> None:
             list(pool.map(_run, jobs))
         lib = Path(torch.__file__).parent / "lib"
         shared = out / target.name
-        _run([cxx, "-shared", *extra, *objects, f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}", "-o", str(shared)])
+        # g++'s OpenMP calls find torch's own libgomp, and so its thread pool; clang's need a runtime of their own.
+        openmp = [OPENMP] if "clang" in version else []
+        libraries = [*openmp, f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"]
+        _run([cxx, "-shared", *extra, *objects, *libraries, "-o", str(shared)])
         os.replace(shared, target)
 
 

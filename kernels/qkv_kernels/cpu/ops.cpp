@@ -214,6 +214,13 @@ void advise_huge(const Tensor& pool) {
 #endif
 }
 
+// How many threads share a loop of as many iterations as torch has threads.
+int64_t threads() {
+  std::atomic<int64_t> used{0};
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) { used++; });
+  return used;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(qkv_cpu, m) {
@@ -223,6 +230,7 @@ TORCH_LIBRARY(qkv_cpu, m) {
       "bool deterministic, str isa) -> Tensor");
   m.def("advise_huge(Tensor pool) -> ()");
   m.def("best_isa() -> str", &best_isa);
+  m.def("threads() -> int", &threads);
 }
 
 TORCH_LIBRARY_IMPL(qkv_cpu, CPU, m) {
