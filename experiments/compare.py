@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from calibration.data import windows
 from experiments import measure
-from experiments.accuracy import Accuracy, score_document
 from experiments.base import EXPERIMENTS, Experiment, Run
+from experiments.divergence import Accuracy, score_document
 from experiments.plots import bars
 from experiments.scales import provide, used_by
 from experiments.table import console, number, show

@@ -15,9 +15,9 @@ from calibration.diagnose import diagnose
 from calibration.gather import observed
 from calibration.sample import Sample, Sampling, draw
 from experiments import measure
-from experiments.accuracy import Accuracy
 from experiments.base import EXPERIMENTS, Experiment, Run
 from experiments.calibrate import whole_documents
+from experiments.divergence import Accuracy
 from experiments.held_back import Scored, score
 from experiments.table import console, number, show
 from qkv.engine import Engine

@@ -20,8 +20,8 @@ from calibration.data import DATA, windows
 from calibration.gather import gather
 from calibration.statistics import Statistics
 from experiments import measure
-from experiments.accuracy import Accuracy, score_document
 from experiments.base import EXPERIMENTS, Experiment, Run
+from experiments.divergence import Accuracy, score_document
 from experiments.plots import frontier
 from experiments.table import console, number, show
 from qkv.engine import Engine

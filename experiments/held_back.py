@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from experiments import measure
-from experiments.accuracy import Accuracy, score_document
+from experiments.divergence import Accuracy, score_document
 from qkv.config import EngineConfig
 from qkv.engine import Engine
 from qkv.models import LoadedModel

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from calibration.data import windows
 from experiments import measure
-from experiments.accuracy import Accuracy, score_document
 from experiments.base import EXPERIMENTS, Experiment, Run
+from experiments.divergence import Accuracy, score_document
 from experiments.load import serve_row, with_length, with_pool
 from experiments.plan import Demand, block_size_of, plan_row
 from experiments.scales import provide

@@ -15,7 +15,7 @@ from calibration.gather import observed
 from calibration.output import OutputErrors
 from calibration.saturation import Saturation
 from experiments import run as experiments_run
-from experiments.accuracy import Accuracy
+from experiments.divergence import Accuracy
 from experiments.drift import judge
 from qkv.engine import Engine
 from qkv.errors import ScaleError
