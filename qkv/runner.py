@@ -86,7 +86,7 @@ class Runner:
                 return StepResult(logits, [])
         meta, rows = self._metadata(plan)
         index, scored = self._logits_index(plan, meta)
-        context = StepContext(self.backend, meta, self.observer)
+        context = StepContext(self.backend, meta, self.observer, self.row_multiple > 1)
         logits = self.adapter.forward(
             self._input_ids.device(rows), self._positions.device(rows), torch.tensor(index, device=self.adapter.device), context
         )

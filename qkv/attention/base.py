@@ -122,6 +122,7 @@ class StepContext:
     backend: AttentionBackend
     meta: AttentionMetadata
     observer: Observer | None = None
+    deterministic: bool = False  # a row's result may not depend on its batch
     calls: int = field(default=0)  # attention layers served; the adapter checks it against the model's layer count
 
     def attend(

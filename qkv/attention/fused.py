@@ -1,8 +1,8 @@
 """The frame around attention, fused: a llama-like decoder as seven C++ calls a layer instead of some forty torch operators.
 
 Takes: a transformers model on the CPU. Gives: the same forward, or the reason why this model keeps transformers' own.
-Does not know about: how the model is attached, backends. Weights are read where the model keeps them: nothing is copied,
-packed or patched, so a model costs no more memory, several engines share it, and there is nothing to restore.
+Does not know about: how the model is attached, backends. Weights are read where the model keeps them: nothing is kept in
+another layout or patched, so a model costs no more memory, several engines share it, and there is nothing to restore.
 
 A model is recognised by the shape of its modules, by every one of its parameters having a place here, and finally by a trial:
 both forwards run a few tokens through a stand-in for attention and must agree.
@@ -102,7 +102,7 @@ class FusedForward:
         self, input_ids: torch.Tensor, positions: torch.Tensor, logits_index: torch.Tensor, context: StepContext
     ) -> torch.Tensor:
         """As HFAdapter.forward. After the last attention only the rows whose logits are wanted go on."""
-        ops, isa, eps, offset = torch.ops.qkv_cpu, self._isa, self._eps, self._offset
+        ops, isa, eps, offset, alike = torch.ops.qkv_cpu, self._isa, self._eps, self._offset, context.deterministic
         linear, gated_linear, rms_norm = ops.linear.default, ops.gated_linear.default, ops.rms_norm.default
         add_rms_norm, norm_rope = ops.add_rms_norm.default, ops.norm_rope.default
         x = self._embed(input_ids)
@@ -113,7 +113,7 @@ class FusedForward:
         h = rms_norm(x, self._layers[0].before_attention, eps, offset, isa)
         for i, (layer, shape) in enumerate(zip(self._layers, self._shapes, strict=True)):
             H, Hq, D = shape.H, shape.Hq, shape.Dk
-            qkv = linear(h, layer.qkv, layer.qkv_bias, isa)
+            qkv = linear(h, layer.qkv, layer.qkv_bias, alike, isa)
             norm_rope(
                 qkv, *angles[self._rope_types[i] if self._rope_types else ""], Hq, H, layer.q_norm, layer.k_norm, eps, offset, isa
             )
@@ -121,18 +121,18 @@ class FusedForward:
             out = context.attend(i, q, k, v).reshape(T, Hq * D).contiguous()
             if i == last:
                 x, out = x[logits_index], out[logits_index]
-            y = linear(out, layer.out, layer.out_bias, isa)
+            y = linear(out, layer.out, layer.out_bias, alike, isa)
             if layer.after_attention is not None:
                 y = rms_norm(y, layer.after_attention, eps, offset, isa)
             h = add_rms_norm(x, y, self._residual, layer.before_mlp, eps, offset, isa)
-            h = gated_linear(h, layer.gate, layer.up, self._activation, isa)
-            y = linear(h, layer.down, layer.down_bias, isa)
+            h = gated_linear(h, layer.gate, layer.up, self._activation, alike, isa)
+            y = linear(h, layer.down, layer.down_bias, alike, isa)
             if layer.after_mlp is not None:
                 y = rms_norm(y, layer.after_mlp, eps, offset, isa)
             h = add_rms_norm(
                 x, y, self._residual, self._norm if i == last else self._layers[i + 1].before_attention, eps, offset, isa
             )
-        logits: torch.Tensor = linear(h, self._head, self._head_bias, isa)
+        logits: torch.Tensor = linear(h, self._head, self._head_bias, alike, isa)
         if self._logits_scale != 1.0:
             logits *= self._logits_scale
         if self._softcap is not None:

@@ -142,7 +142,7 @@ def test_law3_otherwise_the_divergence_between_schedules_stays_below_the_quantiz
     def logprobs(q: str, **kw: Any) -> torch.Tensor:
         rows: list[torch.Tensor] = []
         with make(q, num_blocks=400, **kw) as engine:
-            engine.score([PROMPTS[0]], on_logits=lambda _i, _s, x: rows.append(x.log_softmax(-1)))
+            engine.score([PROMPTS[0]], on_logits=lambda _i, _s, x: rows.append(x.double().log_softmax(-1)))
         return torch.cat(rows)
 
     a, b = logprobs(quantizer, max_num_batched_tokens=512), logprobs(quantizer, max_num_batched_tokens=9, max_num_seqs=4)

@@ -39,11 +39,11 @@ def test_linear(K: int, dtype: torch.dtype, isa: str) -> None:
     biases = [draw(len(w), dtype=dtype, seed=1) for w in weights]
     for T in ROWS:
         x = draw(T, K, dtype=dtype, seed=2)
-        for given in (biases, []):
+        for given, alike in itertools.product((biases, []), (False, True)):
             expected = [x.double() @ w.double().T for w in weights]
             if given:
                 expected = [e + b.double() for e, b in zip(expected, given, strict=True)]
-            close(ops.linear(x, weights, given, isa), torch.cat(expected, 1), K)
+            close(ops.linear(x, weights, given, alike, isa), torch.cat(expected, 1), K)
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh", "gelu"])
@@ -54,7 +54,8 @@ def test_gated_linear(name: str, dtype: torch.dtype, isa: str) -> None:
     for T in ROWS:
         x = draw(T, K, dtype=dtype, seed=2)
         expected = function(x.double() @ gate.double().T) * (x.double() @ up.double().T)
-        close(ops.gated_linear(x, gate, up, ACTIVATIONS[name], isa), expected, K)
+        for alike in (False, True):
+            close(ops.gated_linear(x, gate, up, ACTIVATIONS[name], alike, isa), expected, K)
 
 
 def test_activations_of_extreme_values(dtype: torch.dtype, isa: str) -> None:
@@ -66,6 +67,7 @@ def test_activations_of_extreme_values(dtype: torch.dtype, isa: str) -> None:
             torch.cat([one, one * 0], 1),
             torch.cat([one * 0, one], 1),
             ACTIVATIONS[name],
+            True,
             isa,
         )
         close(got[:5], torch.tensor([[0.0], [1e4], [0.0], [90.0], [0.0]], dtype=dtype).double())
@@ -109,13 +111,17 @@ def test_norm_rope(D: int, turned: int, normed: bool, dtype: torch.dtype, isa: s
     close(qkv, expected, 4)
 
 
-def test_a_row_does_not_depend_on_its_batch_to_the_bit(dtype: torch.dtype, isa: str) -> None:
+def test_a_row_does_not_depend_on_its_batch_to_the_bit_where_asked(dtype: torch.dtype, isa: str) -> None:
     K, threads = 72, torch.get_num_threads()
     w, up, weight = draw(45, K, dtype=dtype), draw(45, K, dtype=dtype, seed=1), draw(K, dtype=dtype)
     x = draw(200, K, dtype=dtype, seed=2)
 
     def run(x: torch.Tensor) -> list[torch.Tensor]:
-        return [ops.linear(x, [w, up], [], isa), ops.gated_linear(x, w, up, 0, isa), ops.rms_norm(x, weight, 1e-5, 0.0, isa)]
+        return [
+            ops.linear(x, [w, up], [], True, isa),
+            ops.gated_linear(x, w, up, 0, True, isa),
+            ops.rms_norm(x, weight, 1e-5, 0.0, isa),
+        ]
 
     whole = run(x)
     try:
@@ -129,22 +135,22 @@ def test_a_row_does_not_depend_on_its_batch_to_the_bit(dtype: torch.dtype, isa: 
 
 def test_no_rows_are_no_error(dtype: torch.dtype, isa: str) -> None:
     x, w = torch.empty(0, 8, dtype=dtype), draw(5, 8, dtype=dtype)
-    assert ops.linear(x, [w], [], isa).shape == (0, 5)
-    assert ops.gated_linear(x, w, w, 0, isa).shape == (0, 5)
+    assert ops.linear(x, [w], [], True, isa).shape == (0, 5)
+    assert ops.gated_linear(x, w, w, 0, True, isa).shape == (0, 5)
     assert ops.rms_norm(x, w[0], 1e-5, 0.0, isa).shape == (0, 8)
 
 
 def test_wrong_shapes_are_refused(dtype: torch.dtype, isa: str) -> None:
     x, w = draw(3, 8, dtype=dtype), draw(5, 8, dtype=dtype)
     for call in (
-        lambda: ops.linear(x, [w[:, :4].clone()], [], isa),
-        lambda: ops.linear(x, [w], [w[0]], isa),
-        lambda: ops.linear(x.T, [w], [], isa),
-        lambda: ops.linear(x, [w.double()], [], isa),
-        lambda: ops.gated_linear(x, w, w[:3], 0, isa),
-        lambda: ops.gated_linear(x, w, w, 9, isa),
+        lambda: ops.linear(x, [w[:, :4].clone()], [], True, isa),
+        lambda: ops.linear(x, [w], [w[0]], True, isa),
+        lambda: ops.linear(x.T, [w], [], True, isa),
+        lambda: ops.linear(x, [w.double()], [], True, isa),
+        lambda: ops.gated_linear(x, w, w[:3], 0, True, isa),
+        lambda: ops.gated_linear(x, w, w, 9, True, isa),
         lambda: ops.rms_norm(x, w[0, :5].clone(), 1e-5, 0.0, isa),
-        lambda: ops.linear(x, [w], [], "mmx"),
+        lambda: ops.linear(x, [w], [], True, "mmx"),
     ):
         with pytest.raises(RuntimeError):
             call()
@@ -155,7 +161,7 @@ def test_fakes_have_the_shapes_of_the_operators(dtype: torch.dtype, isa: str) ->
 
     with FakeTensorMode():
         x, w, n = torch.empty(3, 8, dtype=dtype), torch.empty(5, 8, dtype=dtype), torch.empty(8, dtype=dtype)
-        assert ops.linear(x, [w, w], [], isa).shape == (3, 10)
-        assert ops.gated_linear(x, w, w, 0, isa).shape == (3, 5)
+        assert ops.linear(x, [w, w], [], True, isa).shape == (3, 10)
+        assert ops.gated_linear(x, w, w, 0, True, isa).shape == (3, 5)
         assert ops.rms_norm(x, n, 1e-5, 0.0, isa).shape == (3, 8)
         assert ops.add_rms_norm(x.clone(), x, 1.0, n, 1e-5, 0.0, isa).shape == (3, 8)

@@ -1,7 +1,7 @@
 """Operators of the model frame: what a llama-like decoder layer does around attention, on the model's own weights.
 
 Takes: float32 or bfloat16 tensors on the CPU. Gives: torch.ops.qkv_cpu.{linear, gated_linear, rms_norm, add_rms_norm, norm_rope},
-documented in frame_ops.cpp. Does not know about: models. A row's result does not depend on the rows beside it, to the bit.
+documented in frame_ops.cpp. Does not know about: models. With `alike`, a row does not depend on the rows beside it, to the bit.
 """
 
 from functools import lru_cache

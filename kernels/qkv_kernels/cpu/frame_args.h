@@ -19,6 +19,8 @@ struct Linear {  // y[t, n] = x[t] . w[n] + bias[n], or, with `up`, activation(x
   Activation activation;
 };
 
+inline int64_t words(const Linear& c) { return c.bf16 ? (c.K + 1) / 2 : c.K; }
+
 struct Norm {  // y = x / rms(x) * (weight + offset); with `add`, first x += scale * add
   bool bf16;
   void* x;
@@ -39,7 +41,13 @@ struct Rope {  // of the first `normed` heads q and then k of qkv [T, heads, D]:
 
 struct Frame {
   const char* name;
+  int64_t height, width;  // rows and vectors-wide outputs of a block
   void (*linear)(const Linear&, int64_t n0, int64_t n, int64_t t0, int64_t rows);  // n <= WIDE
+  // The same for many rows, from packed operands: words(K) words of 4 bytes per row, in blocks of `height` rows and 2 `width`
+  // weight rows.
+  void (*pack_rows)(const Linear&, int64_t t0, int64_t rows, uint32_t* packed);  // rows <= height
+  void (*pack_weights)(const Linear&, int64_t n0, int64_t n, uint32_t* packed);  // n <= outputs(call)
+  void (*block)(const Linear&, const uint32_t* x, const uint32_t* w, int64_t n0, int64_t n, int64_t t0, int64_t rows);
   void (*norm)(const Norm&, int64_t begin, int64_t end);                           // rows
   void (*rope)(const Rope&, int64_t begin, int64_t end);
 };

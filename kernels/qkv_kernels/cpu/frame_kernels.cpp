@@ -1,10 +1,14 @@
 // The frame's arithmetic, for the instruction set this file is compiled for; see build.py for the flags.
 //
 // Weights are read where they lie, row-major [N, K], as torch.nn.Linear keeps them. Every output is a dot product of two
-// contiguous rows, so a product of few rows streams the weights once, in order, and needs no packed copy of them; for many
+// contiguous rows, so a product of few rows streams the weights once, in order, and needs no packed copy of them; for some
 // rows a tile of ROWS x COLS dot products shares its loads. A dot product adds up in one fixed order, in float32, so a row's
 // result depends neither on the other rows of the batch nor on the number of threads.
+//
+// Many rows repay packing a panel of weights on the fly: then a vector holds as many outputs, every element of x meets it as
+// a broadcast, and no sums across lanes are left. Its order of adding up is another one.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "frame_args.h"
@@ -58,6 +62,20 @@ INLINE void over(int64_t n, const Whole& whole, const Part& part) {
   int64_t i = 0;
   for (; i + VL <= n; i += VL) whole(i);
   if (i < n) part(i, int(n - i));
+}
+
+// One step of a transposition: exchanges the off-diagonal quarters of every square of 2 N x 2 N.
+template <int N, size_t... I>
+INLINE void exchange(VU& a, VU& b, std::index_sequence<I...>) {
+  const VU low = __builtin_shufflevector(a, b, (int(I) / N % 2 ? VL + int(I) - N : int(I))...);
+  b = __builtin_shufflevector(a, b, (int(I) / N % 2 ? VL + int(I) : int(I) + N)...);
+  a = low;
+}
+template <int N = VL / 2>
+INLINE void transpose(VU (&tile)[VL]) {
+  for (int i = 0; i < VL; i++)
+    if (!(i & N)) exchange<N>(tile[i], tile[i + N], std::make_index_sequence<VL>());
+  if constexpr (N > 1) transpose<N / 2>(tile);
 }
 
 // -- dot products --------------------------------------------------------------------------------------------------------
@@ -194,6 +212,88 @@ void linear(const Linear& c, int64_t n0, int64_t n, int64_t t0, int64_t rows) {
   c.bf16 ? linear_typed<Bf16>(c, n0, n, t0, rows) : linear_typed<float>(c, n0, n, t0, rows);
 }
 
+// -- many rows -----------------------------------------------------------------------------------------------------------
+
+#if VL == 16 || defined(__aarch64__)
+constexpr int HEIGHT = 12;  // times two vectors of sums, two of weights and one of x, of 32 registers
+#else
+constexpr int HEIGHT = 4;  // of 16
+#endif
+static_assert(TALL % HEIGHT == 0);
+
+// Calls put(i, word i) for the words of a row of K elements, beginning with `from`.
+template <class T, class Put>
+INLINE void over_words(const T* row, int64_t K, int64_t from, const Put& put) {
+  constexpr int64_t each = 4 / sizeof(T);
+  int64_t i = from;
+  for (; (i + 1) * each <= K; i++) put(i, load<uint32_t>(row + i * each));
+  if (i * each < K) {
+    uint32_t last = 0;
+    memcpy(&last, row + i * each, sizeof(T));
+    put(i, last);
+  }
+}
+
+// [words][HEIGHT], zeros for rows that are not there
+template <class T>
+void pack_rows_typed(const Linear& c, int64_t t0, int64_t rows, uint32_t* packed) {
+  if (rows < HEIGHT) std::fill_n(packed, words(c) * HEIGHT, 0u);
+  for (int64_t r = 0; r < rows; r++)
+    over_words(static_cast<const T*>(c.x) + (t0 + r) * c.K, c.K, 0, [&](int64_t i, uint32_t x) { packed[i * HEIGHT + r] = x; });
+}
+
+// [words][2][VL]: two times VL outputs, or VL of w and the same VL of up. The last row stands in for rows that are not there.
+template <class T>
+void pack_weights_typed(const Linear& c, int64_t n0, int64_t n, uint32_t* packed) {
+  const int64_t whole = c.K * int64_t(sizeof(T)) / 4 / VL * VL;
+  for (int v = 0; v < 2; v++) {
+    const T* w = static_cast<const T*>(v && c.up ? c.up : c.w);
+    const T* row[VL];
+    for (int i = 0; i < VL; i++) row[i] = w + (n0 + std::min<int64_t>(n - 1, c.up ? i : v * VL + i)) * c.K;
+    uint32_t* out = packed + v * VL;
+    for (int64_t k = 0; k < whole; k += VL) {
+      VU tile[VL];
+      for (int i = 0; i < VL; i++) tile[i] = load<VU>(row[i] + k * (4 / sizeof(T)));
+      transpose(tile);
+      for (int i = 0; i < VL; i++) store(out + (k + i) * 2 * VL, tile[i]);
+    }
+    for (int i = 0; i < VL; i++) over_words(row[i], c.K, whole, [&](int64_t k, uint32_t x) { out[k * 2 * VL + i] = x; });
+  }
+}
+
+template <class T>
+void block_typed(const Linear& c, const uint32_t* x, const uint32_t* w, int64_t n0, int64_t n, int64_t t0, int64_t rows) {
+  using S = Step<T>;
+  VF acc[HEIGHT][2] = {};
+  for (int64_t i = words(c); i; i--, x += HEIGHT, w += 2 * VL) {
+    const VF b0 = load<VF>(w), b1 = load<VF>(w + VL);
+#pragma GCC unroll 12
+    for (int r = 0; r < HEIGHT; r++) {
+      const VF a = (VF)(x[r] + VU{});
+      acc[r][0] = S::mac(acc[r][0], a, b0), acc[r][1] = S::mac(acc[r][1], a, b1);
+    }
+  }
+  const T* bias = c.bias ? static_cast<const T*>(c.bias) + n0 : nullptr;
+  alignas(64) float sums[2 * VL];
+  for (int r = 0; r < rows; r++) {
+    if (c.up) acc[r][0] = activate(acc[r][0], c.activation) * acc[r][1];
+    store(sums, acc[r][0]), store(sums + VL, acc[r][1]);
+    write(static_cast<T*>(c.y) + (t0 + r) * c.stride + n0, sums, bias, n);
+  }
+}
+
+void pack_rows(const Linear& c, int64_t t0, int64_t rows, uint32_t* packed) {
+  c.bf16 ? pack_rows_typed<Bf16>(c, t0, rows, packed) : pack_rows_typed<float>(c, t0, rows, packed);
+}
+
+void pack_weights(const Linear& c, int64_t n0, int64_t n, uint32_t* packed) {
+  c.bf16 ? pack_weights_typed<Bf16>(c, n0, n, packed) : pack_weights_typed<float>(c, n0, n, packed);
+}
+
+void block(const Linear& c, const uint32_t* x, const uint32_t* w, int64_t n0, int64_t n, int64_t t0, int64_t rows) {
+  c.bf16 ? block_typed<Bf16>(c, x, w, n0, n, t0, rows) : block_typed<float>(c, x, w, n0, n, t0, rows);
+}
+
 // -- row by row ----------------------------------------------------------------------------------------------------------
 
 // y = x / rms(x) * (weight + offset)
@@ -266,7 +366,7 @@ void rope(const Rope& c, int64_t begin, int64_t end) {
 #define QUOTED(a) TEXT(a)
 
 const Frame* NAME(QKV_ISA)() {
-  static const Frame frame = {QUOTED(QKV_ISA), linear, norm, rope};
+  static const Frame frame = {QUOTED(QKV_ISA), HEIGHT, VL, linear, pack_rows, pack_weights, block, norm, rope};
   return &frame;
 }
 

@@ -30,6 +30,7 @@ const Frame* frame_of(c10::string_view isa) {
 }
 
 constexpr int64_t FEW = 32;             // rows up to here: NARROW outputs per task, for an even split over the threads
+constexpr int64_t MANY = 48;            // rows from here on: packing pays
 constexpr int64_t NARROW = 16;          // outputs
 constexpr int64_t ROWS_PER_THREAD = 8;  // of row-wise work: less is not worth waking a thread for
 
@@ -61,8 +62,39 @@ struct Panel {  // one of several weights applied to the same rows
   int64_t N, first_task;
 };
 
-// All outputs of all panels for all T rows. Consecutive tasks share weights.
-void run(const Frame* frame, std::vector<Panel>& panels, int64_t T) {
+// run() for many rows: x is packed once, a panel of weights by the thread that takes its first block of rows.
+void run_packed(const Frame* frame, std::vector<Panel>& panels, int64_t T) {
+  const Linear& any = panels[0].call;
+  const int64_t count = words(any), height = frame->height, outputs = any.up ? frame->width : 2 * frame->width;
+  const int64_t blocks = (T + height - 1) / height, each = TALL / height, down = (blocks + each - 1) / each;
+  at::Tensor packed = at::empty({blocks, count, height}, at::kInt);
+  auto* x = static_cast<uint32_t*>(packed.mutable_data_ptr());
+  const auto rows = [&](int64_t block) { return std::min(height, T - block * height); };
+  at::parallel_for(0, blocks, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; b++) frame->pack_rows(any, b * height, rows(b), x + b * count * height);
+  });
+  int64_t tasks = 0;
+  for (auto& p : panels) {
+    p.first_task = tasks;
+    tasks += (p.N + outputs - 1) / outputs * down;
+  }
+  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    std::vector<uint32_t> w(2 * frame->width * count);
+    size_t p = 0;
+    for (int64_t task = begin; task < end; task++) {
+      const size_t before = p;
+      while (p + 1 < panels.size() && task >= panels[p + 1].first_task) p++;
+      const int64_t i = task - panels[p].first_task, n0 = i / down * outputs, n = std::min(outputs, panels[p].N - n0);
+      if (task == begin || p != before || i % down == 0) frame->pack_weights(panels[p].call, n0, n, w.data());
+      for (int64_t b = i % down * each; b < std::min(blocks, (i % down + 1) * each); b++)
+        frame->block(panels[p].call, x + b * count * height, w.data(), n0, n, b * height, rows(b));
+    }
+  });
+}
+
+// All outputs of all panels for all T rows. Consecutive tasks share weights. alike: a row's result does not depend on T.
+void run(const Frame* frame, std::vector<Panel>& panels, int64_t T, bool alike) {
+  if (T >= MANY && !alike) return run_packed(frame, panels, T);
   const int64_t wide = T <= FEW ? NARROW : WIDE, down = (T + TALL - 1) / TALL;
   int64_t tasks = 0;
   for (auto& p : panels) {
@@ -83,8 +115,9 @@ void run(const Frame* frame, const Norm& call, int64_t T) {
   at::parallel_for(0, T, ROWS_PER_THREAD, [&](int64_t begin, int64_t end) { frame->norm(call, begin, end); });
 }
 
-// x [T, K], weights [N_i, K], biases [N_i] or none -> [T, sum of N_i]
-at::Tensor linear(const at::Tensor& x, at::TensorList weights, at::TensorList biases, c10::string_view isa) {
+// x [T, K], weights [N_i, K], biases [N_i] or none -> [T, sum of N_i]. alike: a row's result does not depend, to the bit, on
+// the rows beside it; slower for many.
+at::Tensor linear(const at::Tensor& x, at::TensorList weights, at::TensorList biases, bool alike, c10::string_view isa) {
   TORCH_CHECK(biases.empty() || biases.size() == weights.size(), "as many biases as weights, or none");
   int64_t width = 0;
   for (size_t i = 0; i < weights.size(); i++) {
@@ -104,12 +137,12 @@ at::Tensor linear(const at::Tensor& x, at::TensorList weights, at::TensorList bi
     panels.push_back({{is_bf16(x), x.const_data_ptr(), w.const_data_ptr(), nullptr, bias, y, x.size(1), width, SILU}, w.size(0), 0});
     y += w.size(0) * w.element_size();
   }
-  run(frame_of(isa), panels, x.size(0));
+  run(frame_of(isa), panels, x.size(0), alike);
   return out;
 }
 
-// activation(x gate^T) * (x up^T): x [T, K], gate and up [N, K] -> [T, N]
-at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& up, int64_t activation, c10::string_view isa) {
+// activation(x gate^T) * (x up^T): x [T, K], gate and up [N, K] -> [T, N]; alike: as in linear
+at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& up, int64_t activation, bool alike, c10::string_view isa) {
   check_projection(x, gate, "gate");
   check_projection(x, up, "up");
   TORCH_CHECK(gate.size(0) == up.size(0), "gate and up must have as many outputs");
@@ -118,7 +151,7 @@ at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate, const at::T
   const Linear call{is_bf16(x), x.const_data_ptr(), gate.const_data_ptr(), up.const_data_ptr(), nullptr, out.mutable_data_ptr(),
                     x.size(1), gate.size(0), static_cast<Activation>(activation)};
   std::vector<Panel> panels{{call, gate.size(0), 0}};
-  run(frame_of(isa), panels, x.size(0));
+  run(frame_of(isa), panels, x.size(0), alike);
   return out;
 }
 
@@ -175,8 +208,8 @@ void norm_rope(
 }  // namespace qkv
 
 TORCH_LIBRARY_FRAGMENT(qkv_cpu, m) {
-  m.def("linear(Tensor x, Tensor[] weights, Tensor[] biases, str isa) -> Tensor");
-  m.def("gated_linear(Tensor x, Tensor gate, Tensor up, int activation, str isa) -> Tensor");
+  m.def("linear(Tensor x, Tensor[] weights, Tensor[] biases, bool alike, str isa) -> Tensor");
+  m.def("gated_linear(Tensor x, Tensor gate, Tensor up, int activation, bool alike, str isa) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, float offset, str isa) -> Tensor");
   m.def("add_rms_norm(Tensor(a!) residual, Tensor x, float scale, Tensor weight, float eps, float offset, str isa) -> Tensor");
   m.def(
