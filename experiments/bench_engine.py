@@ -20,6 +20,7 @@ from experiments.base import EXPERIMENTS, Experiment, Run
 from experiments.scales import provide
 from experiments.table import number, show
 from qkv.config import EngineConfig
+from qkv.engine import Engine
 from qkv.errors import ConfigError
 from qkv.models import LoadedModel, load_model
 from qkv.policies.quantizer.base import QUANTIZERS
@@ -32,10 +33,11 @@ _CALIBRATION = (8, 512)  # documents x tokens, for quantizers that need scales a
 
 
 class Times(NamedTuple):
-    """Seconds of one run: all prompts with their first tokens; what the other tokens took on top."""
+    """One run: seconds until every request had its first token; seconds after that, and the tokens written in them."""
 
     prefill: float
     decode: float
+    decoded: int
 
 
 @dataclass
@@ -120,15 +122,8 @@ class BenchEngine(Experiment):
         def engine_run(spec: measure.Spec, file: ScaleFile | None) -> Callable[..., tuple[Times, dict[str, Any]]]:
             def once(prompts: list[list[int]], new: int) -> tuple[Times, dict[str, Any]]:
                 with measure.engine(sized, loaded, spec, file) as engine:
-
-                    def seconds(n: int) -> float:
-                        start = time.perf_counter()
-                        measure.generate(engine, prompts, SamplingParams(max_tokens=n, ignore_eos=True))
-                        return time.perf_counter() - start
-
                     measure.generate(engine, [prompts[0][:64]], SamplingParams(max_tokens=2, ignore_eos=True))  # warm up
-                    first = seconds(1)
-                    return Times(first, seconds(new) - first), engine.metrics()
+                    return _timed(engine, prompts, new), engine.metrics()
 
             return once
 
@@ -142,7 +137,7 @@ class BenchEngine(Experiment):
         rows: list[dict[str, Any]] = []
         for c in contenders:
             prefill = [requests * tokens / t.prefill for t in c.times]
-            decode = [requests * (self.output_tokens - 1) / t.decode if t.decode > 0 else float("nan") for t in c.times]
+            decode = [t.decoded / t.decode if t.decoded else float("nan") for t in c.times]
             row: dict[str, Any] = {"label": c.label} | ({"policy": c.policy} if c.policy else {})
             row["case"] = {"requests": requests, "prompt_tokens": tokens, "output_tokens": self.output_tokens}
             row["speed"] = {
@@ -194,20 +189,42 @@ class BenchEngine(Experiment):
         show(f"{loaded.name}, {loaded.model.dtype}".replace("torch.", ""), columns, cells, note)
 
 
+def _timed(engine: Engine, prompts: list[list[int]], new: int) -> Times:
+    """All prompts at once, `new` tokens each. Tokens written while others still read their prompts count as reading."""
+    start = time.perf_counter()
+    waiting = {engine.add_request(prompt, SamplingParams(max_tokens=new, ignore_eos=True)) for prompt in prompts}
+    written, first, begin = 0, start, 0
+    while engine.has_work:
+        advanced = engine.advance()
+        written += len(advanced)
+        if waiting:
+            waiting -= {request.id for request in advanced}
+            first, begin = time.perf_counter(), written
+    return Times(first - start, time.perf_counter() - first, written - begin)
+
+
 def _generate(loaded: LoadedModel) -> Callable[..., tuple[Times, dict[str, Any]]]:
     """transformers' own generate, greedy, on all prompts as one batch."""
     model: Any = loaded.model
 
     def once(prompts: list[list[int]], new: int) -> tuple[Times, dict[str, Any]]:
         ids = torch.tensor(prompts, device=model.device)
+        at: list[float] = []  # when each row of tokens was there
 
-        def seconds(n: int) -> float:
-            start = time.perf_counter()
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False)
-            return time.perf_counter() - start
+        def clock(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+            at.append(time.perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-        model.generate(ids[:1, :64], attention_mask=torch.ones_like(ids[:1, :64]), max_new_tokens=2, do_sample=False)
-        first = seconds(1)
-        return Times(first, seconds(new) - first), {}
+        def generate(ids: torch.Tensor, n: int) -> None:
+            mask = torch.ones_like(ids)
+            model.generate(
+                ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False, stopping_criteria=[clock]
+            )
+
+        generate(ids[:1, :64], 2)
+        at.clear()
+        start = time.perf_counter()
+        generate(ids, new)
+        return Times(at[0] - start, at[-1] - at[0], len(prompts) * (new - 1)), {}
 
     return once
