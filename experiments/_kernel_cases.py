@@ -4,7 +4,7 @@ Takes: formats, lengths, shapes. Gives: planes filled by the reference, with fre
 Does not know about: which kernels read them. Imports torch and the kernels only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +46,17 @@ FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
     "int4_channel": (KVFormat(4, _INT4, "channel", _F32, "float"), _TOKEN4),
     "int4_channel_v": (KVFormat(4, _INT4, "channel", _F32), KVFormat(4, _INT4, "channel", _F32, "float")),
     "raw_k_int4_v": (KVFormat(16, torch.float16), KVFormat(4, _INT4, "token_group", group=8)),
+}
+
+# Formats that only the CPU kernels and the reference run: those of the quantizers int4, rotated and kivi.
+_KIVI_V = KVFormat(4, _INT4, "token_group", group=32, zero="float", unit="block")
+CPU_FORMATS = FORMATS | {
+    "int4": (KVFormat(4, _INT4, "channel", _F32, "float"), KVFormat(4, _INT4, "token_group", group=32, zero="float")),
+    "rotated": _same(replace(_TOKEN4, rotate=True)),
+    "rotated_group": _same(KVFormat(4, _INT4, "token_group", group=32, zero="float", rotate=True)),
+    "kivi": (KVFormat(4, _INT4, "block_channel", zero="float", unit="block"), _KIVI_V),
+    "kivi3": (KVFormat(3, _INT4, "block_channel", zero="float", unit="block"), replace(_KIVI_V, bits=3)),
+    "kivi2": (KVFormat(2, _INT4, "block_channel", zero="float", unit="block"), replace(_KIVI_V, bits=2)),
 }
 
 

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from experiments._kernel_cases import FORMATS, calibrated, empty_plane
+from experiments._kernel_cases import CPU_FORMATS as FORMATS
+from experiments._kernel_cases import calibrated, empty_plane
 from experiments.base import EXPERIMENTS, Experiment, Run
 from experiments.table import number, show
 from qkv.errors import ConfigError
@@ -77,6 +78,11 @@ class BenchAttention(Experiment):
         require(self.repeats >= 1, "repeats", self.repeats, "at least 1")
         for shape in self.shapes:
             _heads(shape)
+        whole = [name for name in self.formats if any(f.unit == "block" for f in FORMATS[name])]
+        if whole and "append" in self.ops:
+            raise ConfigError(
+                f"formats: {whole} encode whole blocks, as part of decode and extend; ops=[append] is for the others"
+            )
 
     def run(self, run: Run) -> None:
         try:
@@ -181,28 +187,35 @@ class _Workload:
             if reason := cpu.refusal(fmt, shape.head_dim):
                 raise ConfigError(f"formats: {name}: {reason}")
             p = calibrated(empty_plane(fmt, self.N, shape.kv_heads, self.B, shape.head_dim, "cpu"), rows[0])
+            if W := fmt.tail_rows(self.B):
+                p = p._replace(tail=torch.zeros(R, shape.kv_heads, W, shape.head_dim, dtype=self.dtype))
             for pool in (p.codes, p.scale, p.zero):
                 if pool is not None:
                     torch.ops.qkv_cpu.advise_huge(pool)
-            planes += cpu.expand(fmt, p.codes, p.scale, p.zero, p.static_scale, p.static_zero, shape.head_dim)
+            planes += cpu.expand(p, shape.head_dim)
             numbers += cpu.format_numbers(fmt)
         self._planes[name] = planes
         call = partial(cpu.attend, planes=planes, formats=numbers, scaling=shape.head_dim**-0.5, sinks=None, isa=isa)
         nobody, everybody = torch.zeros(1, dtype=torch.int32), torch.arange(R + 1, dtype=torch.int32) * new
+        requests = torch.arange(R)
         for r in range(R):
             q = self.q.new_zeros(shape.context, *self.q.shape[1:])
             call(
                 q,
                 self.k[r],
                 self.v[r],
-                block_table=self.table[:0],
-                query_start=nobody,
+                block_table=self.table[r : r + 1],
+                query_start=torch.tensor([0, shape.context], dtype=torch.int32),
                 slots=self.slots[r],
                 positions=self.positions[r],
+                tail_slots=requests[r : r + 1],
+                window=1,  # attends to next to nothing
             )
         last = [x[:, -new:].flatten(0, 1).contiguous() for x in (self.k, self.v, self.slots, self.positions)]
         table, start = (self.table, everybody) if attends else (self.table[:0], nobody)
-        return partial(call, self.q, *last[:2], block_table=table, query_start=start, slots=last[2], positions=last[3])
+        return partial(
+            call, self.q, *last[:2], block_table=table, query_start=start, slots=last[2], positions=last[3], tail_slots=requests
+        )
 
     def baselines(self) -> dict[str, Callable[[], torch.Tensor]]:
         """Torch on K and V gathered beforehand, [R, H, L, D]: the formulations people use, by name."""

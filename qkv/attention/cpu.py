@@ -5,15 +5,16 @@ Takes: Q, K, V of one layer. Gives: attention read from the pool. Does not know 
 
 import logging
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
 from qkv.attention.base import BACKENDS, AttentionBackend, Reads
-from qkv.layout import AttentionMetadata, Codes, KVFormat, LayerShape, Statics
+from qkv.attention.reference import store
+from qkv.layout import AttentionMetadata, KVFormat, LayerShape, Statics
 from qkv_kernels import cpu
-from qkv_kernels.reference.append import append
+from qkv_kernels.reference.planes import Plane
 
 if TYPE_CHECKING:
     from qkv.cache.store import HeadPlanes, KVStore
@@ -27,7 +28,8 @@ class _Part(NamedTuple):
 
     kv: slice
     queries: slice
-    pool: "HeadPlanes"
+    k: Plane
+    v: Plane
     planes: list[torch.Tensor]
     formats: list[int]
 
@@ -35,9 +37,10 @@ class _Part(NamedTuple):
 @BACKENDS.register("cpu")
 @dataclass
 class CpuBackend(AttentionBackend):
-    """Store and attend in one operator, on torch's threads. Compiled on first use; without a compiler it declines."""
+    """Store and attend in one operator, on torch's threads. Every format. Compiled on first use; declines without a compiler."""
 
     fused: ClassVar[bool] = True
+    keeps_raw_rows: ClassVar[bool] = True
 
     def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:
         if device.type != "cpu":
@@ -78,8 +81,8 @@ class CpuBackend(AttentionBackend):
         for i, part in enumerate(self._parts[layer]):
             part_k, part_v = k[:, part.kv], v[:, part.kv]
             if self._custom:
-                _scatter(part.pool, "k", self._quantizer.encode_k(part_k, layer, i), meta.slots)
-                _scatter(part.pool, "v", self._quantizer.encode_v(part_v, layer, i), meta.slots)
+                store(part.k, part_k, partial(self._quantizer.encode_k, layer=layer, part=i), meta)
+                store(part.v, part_v, partial(self._quantizer.encode_v, layer=layer, part=i), meta)
             out = cpu.attend(
                 q[:, part.queries],
                 part_k,
@@ -97,6 +100,8 @@ class CpuBackend(AttentionBackend):
                 store=not self._custom,
                 deterministic=self._deterministic,
                 isa=self._isa,
+                tail_slots=meta.tail_slots,
+                sink_slots=meta.sink_slots,
             )
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
@@ -104,17 +109,10 @@ class CpuBackend(AttentionBackend):
 
 def _part(p: "HeadPlanes", s: Statics, layer: LayerShape) -> _Part:
     G, heads = layer.Hq // layer.H, p.heads
-    planes = cpu.expand(p.k_format, p.k_codes, p.k_scale, p.k_zero, s.k_scale, s.k_zero, layer.Dk)
-    planes += cpu.expand(p.v_format, p.v_codes, p.v_scale, p.v_zero, s.v_scale, s.v_zero, layer.Dv)
-    formats = cpu.format_numbers(p.k_format) + cpu.format_numbers(p.v_format)
-    return _Part(slice(heads.start, heads.stop), slice(heads.start * G, heads.stop * G), p, planes, formats)
-
-
-def _scatter(pool: "HeadPlanes", side: str, codes: Codes, slots: torch.Tensor) -> None:
-    for name, rows in zip(("codes", "scale", "zero"), codes, strict=True):
-        plane = getattr(pool, f"{side}_{name}")
-        if plane is not None and rows is not None:
-            append(plane, rows, slots)
+    k = Plane(p.k_format, p.k_codes, p.k_scale, p.k_zero, s.k_scale, s.k_zero, p.k_tail, p.k_sink)
+    v = Plane(p.v_format, p.v_codes, p.v_scale, p.v_zero, s.v_scale, s.v_zero, p.v_tail, p.v_sink)
+    planes, formats = cpu.expand(k, layer.Dk) + cpu.expand(v, layer.Dv), cpu.format_numbers(k.fmt) + cpu.format_numbers(v.fmt)
+    return _Part(slice(heads.start, heads.stop), slice(heads.start * G, heads.stop * G), k, v, planes, formats)
 
 
 @lru_cache

@@ -64,7 +64,7 @@ class ReferenceBackend(AttentionBackend):
             kv, qs = slice(heads.start, heads.stop), slice(heads.start * G, heads.stop * G)
             sides = ((k_plane, k[:, kv], self._quantizer.encode_k), (v_plane, v[:, kv], self._quantizer.encode_v))
             for plane, rows, encode in sides:
-                _store(plane, rows, partial(encode, layer=layer, part=part), meta)
+                store(plane, rows, partial(encode, layer=layer, part=part), meta)
             out = attend(
                 q[:, qs],
                 k_plane,
@@ -86,7 +86,7 @@ class ReferenceBackend(AttentionBackend):
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
-def _store(plane: Plane, rows: torch.Tensor, encode: Callable[[torch.Tensor], Codes], meta: AttentionMetadata) -> None:
+def store(plane: Plane, rows: torch.Tensor, encode: Callable[[torch.Tensor], Codes], meta: AttentionMetadata) -> None:
     """Encode and write what this call makes final: its rows, or for block-unit formats the blocks that it completes."""
     if plane.sink is not None:
         for group, slots, starts in _groups(meta, meta.sink_slots):

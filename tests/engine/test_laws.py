@@ -22,7 +22,14 @@ Outcome = tuple[list[list[int]], list[Any], list[bytes]]
 
 
 def run(
-    quantizer: str, block_size: int, chunk: int, prefix: str, preemptor: str, evictor: str, roomy: bool = False
+    quantizer: str,
+    block_size: int,
+    chunk: int,
+    prefix: str,
+    preemptor: str,
+    evictor: str,
+    roomy: bool = False,
+    backend: str = "auto",
 ) -> tuple[Outcome, Any]:
     """Generate for all prompts under one schedule. Returns (tokens, log-probabilities, stored bytes) per request, metrics."""
     pool_tokens = 2000 if roomy else 400  # the longest request takes 200, all of them 783
@@ -30,6 +37,7 @@ def run(
         quantizer,
         block_size,
         deterministic=True,
+        backend=backend,
         num_blocks=1 + pool_tokens // block_size,
         max_num_batched_tokens=chunk,
         enable_prefix_caching=prefix != "off",
@@ -60,16 +68,16 @@ def covering() -> list[tuple[int, int, str, str, str]]:
     return chosen
 
 
-def check_schedules(quantizer: str, schedules: list[tuple[int, int, str, str, str]]) -> None:
+def check_schedules(quantizer: str, schedules: list[tuple[int, int, str, str, str]], backend: str = "auto") -> None:
     """Bit-identical to a calm run; with block-unit formats to one of the same block size."""
     expected: dict[int, Outcome] = {}
     for block_size in (8, 16, 32) if block_unit(quantizer) else (16,):
-        expected[block_size], calm = run(quantizer, block_size, 512, "off", "recompute", "lru", roomy=True)
+        expected[block_size], calm = run(quantizer, block_size, 512, "off", "recompute", "lru", roomy=True, backend=backend)
         assert calm["preemptions"] == 0
     preempted: set[str] = set()
     evicted: set[str] = set()
     for schedule in schedules:
-        got, cache = run(quantizer, *schedule)
+        got, cache = run(quantizer, *schedule, backend=backend)
         for what, a, b in zip(("tokens", "logits", "codes"), got, expected.get(schedule[0]) or expected[16], strict=True):
             assert a == b, f"{what} differ under block_size, chunk, prefix, preemptor, evictor = {schedule}"
         assert cache["preemptions"] > 0, f"the pool was not small enough to preempt under {schedule}"
@@ -85,6 +93,12 @@ def check_schedules(quantizer: str, schedules: list[tuple[int, int, str, str, st
 @pytest.mark.parametrize("quantizer", FUSABLE)
 def test_law3_schedule_invariance_to_the_bit(quantizer: str) -> None:
     check_schedules(quantizer, covering())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantizer", FUSABLE)
+def test_law3_on_the_reference_backend(quantizer: str) -> None:
+    check_schedules(quantizer, covering(), "reference")
 
 
 @pytest.mark.slow
@@ -188,13 +202,14 @@ def final_pieces(engine: Any, request: Request) -> dict[Any, bytes]:
     return out
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("quantizer", [q for q in FUSABLE if block_unit(q)])
-def test_law2_block_unit_formats_see_what_token_by_token_decoding_sees(quantizer: str) -> None:
+def test_law2_block_unit_formats_see_what_token_by_token_decoding_sees(quantizer: str, backend: str) -> None:
     """Full logits of one prefill equal those of one token at a time, to the bit; and they are not the unquantized ones."""
 
     def logits(q: str, **kw: Any) -> torch.Tensor:
         rows: list[torch.Tensor] = []
-        with make(q, 8, deterministic=True, **kw) as engine:
+        with make(q, 8, deterministic=True, backend=backend, **kw) as engine:
             engine.score([PROMPTS[0]], on_logits=lambda _i, _s, x: rows.append(x.clone()))
         return torch.cat(rows)
 

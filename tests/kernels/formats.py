@@ -42,7 +42,7 @@ class Stored(AffineQuantizer):
 
 
 def variants() -> dict[str, KVFormat]:
-    """Every format the kernels run, by name. Groups of 8 channels."""
+    """Every format of single tokens that the kernels run, by name. Groups of 8 channels."""
     out = {"raw16": KVFormat(16, torch.bfloat16), "half": KVFormat(16, torch.float16), "raw32": KVFormat(32, torch.float32)}
     for name, storage in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
         for scale in ("tensor", "head", "channel", "token"):
@@ -57,7 +57,34 @@ def variants() -> dict[str, KVFormat]:
                 if scale != "channel" and zero != "code":
                     out[f"{name}-{scale}-{zero}-rotated"] = dataclasses.replace(out[f"{name}-{scale}-{zero}"], rotate=True)
     out["int8-token-wide"] = dataclasses.replace(out["int8-token-float"], scale_dtype=torch.float32)
+    out["e4m3-token_group"] = KVFormat(8, torch.float8_e4m3fn, "token_group", group=8)
+    return out
+
+
+def keepers(plain: dict[str, KVFormat]) -> dict[str, KVFormat]:
+    """Formats that keep raw rows: whole blocks with a scale per channel, recent blocks, first tokens."""
+    out = {}
+    for bits, storage in ((8, torch.int8), (4, torch.uint8), (3, torch.uint8), (2, torch.uint8)):
+        out[f"int{bits}-block-float"] = KVFormat(bits, storage, "block_channel", zero="float", unit="block")
+    out["int4-block-code-tail2"] = KVFormat(4, torch.uint8, "block_channel", zero="code", unit="block", tail_blocks=2)
+    out["int8-block-none-wide"] = KVFormat(8, torch.int8, "block_channel", torch.float32, unit="block")
+    out["e4m3-block-sinks3"] = KVFormat(8, torch.float8_e4m3fn, "block_channel", unit="block", sink_tokens=3)
+    out["int4-block-rotated-tail1"] = dataclasses.replace(out["int4-block-float"], rotate=True, tail_blocks=1)
+    for name, tail, sinks in (
+        ("int4-token_group-float", 0, 0),
+        ("int3-token_group-float", 2, 4),
+        ("int4-token-float-rotated", 1, 3),
+        ("int8-token-none", 3, 0),
+        ("int4-channel-code", 0, 5),
+        ("int8-channel-none", None, 5),
+        ("int4-token-float-rotated", None, 4),
+        ("e4m3-head", 1, 2),
+    ):
+        unit = "token" if tail is None else "block"
+        fmt = dataclasses.replace(plain[name], unit=unit, tail_blocks=tail or 0, sink_tokens=sinks)
+        out[f"{name}-{'' if tail is None else f'tail{tail}-'}sinks{sinks}"] = fmt
     return out
 
 
 FORMATS = variants()
+KEEPERS = keepers(FORMATS)

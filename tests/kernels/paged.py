@@ -148,10 +148,10 @@ class Paged:
                     out.append(torch.cat([values, torch.full_like(x[len(values) :], torch.nan)]))
         return torch.cat(ks, 1).double(), torch.cat(vs, 1).double()
 
-    def expected(self, r: int) -> torch.Tensor:
-        """Law 2: block by block of queries, each with the raw keys that such a query sees."""
-        q, k, v = (x.double() for x in self.data[r])
-        stored = self.stored(r)
+    def expected(self, r: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Law 2: block by block of queries, each with the raw keys that such a query sees. Computed in dtype."""
+        q, k, v = (x.to(dtype) for x in self.data[r])
+        stored = tuple(x.to(dtype) for x in self.stored(r))
         parts = self.quantizer.formats(0)
         if all(f.unit == "token" and not f.sink_tokens for part in parts for f in part[1:]):
             return dense(q, *stored, self.layer, self.sinks)
@@ -168,23 +168,27 @@ class Paged:
                     heads = slice(part.heads.start, part.heads.stop)
                     values[as_it_came, heads] = raw[as_it_came, heads]
                 seen.append(values)
-            outs.append(dense(q, *seen, self.layer, self.sinks)[start : start + self.B])
+            outs.append(dense(q[start : start + self.B], *seen, self.layer, self.sinks, start))
         return torch.cat(outs)
 
 
 def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerShape, sinks: torch.Tensor | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerShape, sinks: torch.Tensor | None = None, first: int = 0
 ) -> torch.Tensor:
-    """Attention of one whole sequence, float64, one head at a time. q [n, Hq, Dk], k, v [n, H, D] -> [n, Hq, Dv]."""
-    n, G = len(q), layer.Hq // layer.H
-    distance = torch.arange(n)[:, None] - torch.arange(n)[None, :]
-    hidden = (distance < 0) | (distance >= (layer.window or n))
+    """Attention of one sequence's queries from position `first` on, one head at a time.
+
+    q [n, Hq, Dk], k, v [at least first + n, H, D] of one dtype, which it computes in -> [n, Hq, Dv].
+    """
+    last, G = first + len(q), layer.Hq // layer.H
+    k, v = k[:last], v[:last]
+    distance = torch.arange(first, last)[:, None] - torch.arange(last)[None, :]
+    hidden = (distance < 0) | (distance >= (layer.window or last))
     outs = []
     for head in range(layer.Hq):
         scores = q[:, head] @ k[:, head // G].T * layer.scaling
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
         weights = scores.masked_fill(hidden, -torch.inf).exp()
-        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks[head].double().exp())
+        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks[head].to(q.dtype).exp())
         outs.append(weights @ v[:, head // G] / total)
     return torch.stack(outs, 1)

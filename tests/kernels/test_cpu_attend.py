@@ -10,7 +10,7 @@ from qkv.layout import HeadFormat, LayerShape
 from qkv.policies.quantizer.none import NoneQuantizer
 from qkv_kernels import cpu
 from tests.kernels.formats import FORMATS, Stored
-from tests.kernels.paged import Paged, bound, dense, shape
+from tests.kernels.paged import Paged, bound, shape
 from tests.kernels.test_reference_attend import LAYERS, mixed
 
 try:
@@ -36,10 +36,8 @@ def check(paged: Paged, outs: list[torch.Tensor]) -> None:
     """Law 6: at most twice the error that torch makes in the same dtype on the same values, plus a rounding floor."""
     dtype = paged.dtype
     for r, out in enumerate(outs):
-        n = len(out)
-        q, (k, v) = paged.data[r][0][:n], (x[:n] for x in paged.stored(r))
-        want = dense(q.double(), k, v, paged.layer, paged.sinks)
-        torch_error = (dense(q, k.to(dtype), v.to(dtype), paged.layer, paged.sinks).double() - want).abs().max()
+        want, same = (paged.expected(r, computed)[: len(out)].double() for computed in (torch.float64, dtype))
+        torch_error = (same - want).abs().max()
         cap = paged.layer.softcap or 0.0  # tanh has an absolute error of one eps of float32, times the cap
         floor = (8 + 2 * cap) * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps * (dtype != torch.float32)
         error = (out.double() - want).abs().max()
@@ -47,7 +45,10 @@ def check(paged: Paged, outs: list[torch.Tensor]) -> None:
 
 
 def stored_bytes(paged: Paged) -> list[torch.Tensor]:
-    return [t.view(torch.uint8) for t in paged.store.planes(0)[0].tensors]
+    """Of pages, tails and sinks."""
+    p = paged.store.planes(0)[0]
+    raw = (t for t in (p.k_tail, p.v_tail, p.k_sink, p.v_sink) if t is not None)
+    return [t.view(torch.uint8) for t in (*p.tensors, *raw)]
 
 
 @pytest.mark.parametrize(("isa", "compute"), PAIRS)

@@ -13,11 +13,12 @@ import torch
 from qkv_kernels.cpu.build import BuildError, library
 from qkv_kernels.format import STATIC_SCALES, KVFormat
 from qkv_kernels.reference.packing import multiple_of
+from qkv_kernels.reference.planes import Plane
 
 __all__ = ["BuildError", "attend", "expand", "format_numbers", "instruction_set", "load", "refusal"]
 
 MAX_GROUP = 32  # query heads per kv head; as in args.h
-_SCALES = ("none", "tensor", "head", "channel", "token", "token_group")
+_SCALES = ("none", "tensor", "head", "channel", "token", "token_group", "block_channel")
 _ZEROS = ("none", "code", "float")
 _NOTHING = torch.empty(0)
 
@@ -54,8 +55,6 @@ def instruction_set(asked: str | None = None) -> str:
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
     """None if the kernels read and write this format at head dim D, else the reason."""
-    if fmt.unit != "token" or fmt.scale not in _SCALES or fmt.sink_tokens:
-        return "the cpu kernels encode single tokens and keep no raw tails or sinks"
     if fmt.raw:
         known = fmt.storage in (torch.float32, torch.bfloat16, torch.float16)
         return None if known else f"the cpu kernels have no raw {fmt.storage}"
@@ -65,8 +64,8 @@ def refusal(fmt: KVFormat, D: int) -> str | None:
     )
     if not known:
         return f"the cpu kernels have no {fmt.bits}-bit codes in {fmt.storage}"
-    if fmt.storage.is_floating_point and (fmt.zero != "none" or fmt.scale == "token_group"):
-        return "the cpu kernels have no zero points or group scales for fp8"
+    if fmt.storage.is_floating_point and fmt.zero != "none":
+        return "fp8 codes take no zero point"
     if fmt.bits < 8 and D % multiple_of(fmt.bits):
         return f"{fmt.bits}-bit codes need a head dim that is a multiple of {multiple_of(fmt.bits)}, not {D}"
     if fmt.group is not None and D % fmt.group:
@@ -79,27 +78,21 @@ def format_numbers(fmt: KVFormat) -> list[int]:
     return [_SCALES.index(fmt.scale), _ZEROS.index(fmt.zero), fmt.group or 0, fmt.bits, int(fmt.rotate)]
 
 
-def expand(
-    fmt: KVFormat,
-    codes: torch.Tensor,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    static_scale: torch.Tensor | None,
-    static_zero: torch.Tensor | None,
-    D: int,
-) -> list[torch.Tensor]:
-    """K or V as the operator takes it: codes, scale, zero of the pool; static scale [H], static scale [H, D] and zero [H, D]."""
-    H = codes.shape[1]
+def expand(plane: Plane, D: int) -> list[torch.Tensor]:
+    """K or V as the operator takes it: codes, scale, zero of the pool; static scale [H], static scale [H, D] and zero [H, D];
+    tail and sink. Empty where absent."""
+    H = plane.codes.shape[1]
     head = channel = fixed_zero = None
-    if fmt.scale in STATIC_SCALES and static_scale is not None:
-        if fmt.scale == "channel":
-            channel = static_scale.float().contiguous()
+    if plane.fmt.scale in STATIC_SCALES and plane.static_scale is not None:
+        if plane.fmt.scale == "channel":
+            channel = plane.static_scale.float().contiguous()
         else:
-            head = static_scale.float().expand(H).contiguous()
-        if static_zero is not None:
-            shaped = static_zero.float() if fmt.scale != "head" else static_zero.float()[:, None]
+            head = plane.static_scale.float().expand(H).contiguous()
+        if plane.static_zero is not None:
+            shaped = plane.static_zero.float() if plane.fmt.scale != "head" else plane.static_zero.float()[:, None]
             fixed_zero = shaped.expand(H, D).contiguous()
-    return [_NOTHING if x is None else x for x in (codes, scale, zero, head, channel, fixed_zero)]
+    tensors = (plane.codes, plane.scale, plane.zero, head, channel, fixed_zero, plane.tail, plane.sink)
+    return [_NOTHING if x is None else x for x in tensors]
 
 
 def attend(
@@ -119,15 +112,18 @@ def attend(
     store: bool = True,
     deterministic: bool = False,
     isa: str = "portable",
+    tail_slots: torch.Tensor | None = None,
+    sink_slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Encode and store K, V (unless store is false: they are in the pool already), then attend from the pool.
 
     q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv] of one dtype (float32, bfloat16, float16); planes: expand() of K, then of V, written
     in place; formats: format_numbers() of K, then of V; block_table [R, M] int32, query_start [R + 1] int32, slots and
-    positions [T] int64 as in qkv.layout. deterministic: a row's result does not depend, to the bit, on its batch, chunk or
+    positions [T] int64, tail_slots and sink_slots [R] int64 (where formats keep raw rows) as in qkv.layout. Raw rows are kept
+    whether store or not. deterministic: a row's result does not depend, to the bit, on its batch, chunk or
     block size; slower in prefill. Returns [T, Hq, Dv] in q's dtype, zeros for padding rows.
     """
     return torch.ops.qkv_cpu.attend(
-        q, k, v, planes, block_table, query_start, slots, positions, sinks, formats, scaling, window or 0, softcap or 0.0, store,
-        deterministic, isa,
+        q, k, v, planes, block_table, query_start, slots, positions, tail_slots, sink_slots, sinks, formats, scaling, window or 0,
+        softcap or 0.0, store, deterministic, isa,
     )  # fmt: skip

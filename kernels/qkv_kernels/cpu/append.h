@@ -38,14 +38,13 @@ INLINE float stored_scale(float s, bool half) {
   return stored(s, half);
 }
 
-// Dynamic scale and zero of a row or group, as stored.
-INLINE void choose(const Plane& p, const float* x, int n, float qmin, float qmax, float* scale, float* zero) {
+// Scale and zero, as stored, of values from low to high.
+INLINE void scale_of(const Plane& p, float low, float high, float qmin, float qmax, float* scale, float* zero) {
   *zero = 0.f;
   if (p.zero == NO_ZERO) {
-    *scale = stored_scale(extreme(x, n, 1.f, true) / qmax, p.half_scale);
+    *scale = stored_scale((-low > high ? -low : high) / qmax, p.half_scale);
     return;
   }
-  float low = extreme(x, n, -1.f, false), high = extreme(x, n, 1.f, false);
   if (p.zero == CODE_ZERO) {
     low = low < 0.f ? low : 0.f, high = high > 0.f ? high : 0.f;
     *scale = stored_scale((high - low) / (qmax - qmin), p.half_scale);
@@ -59,6 +58,12 @@ INLINE void choose(const Plane& p, const float* x, int n, float qmin, float qmax
   *zero = z = stored(z < -largest ? -largest : z > largest ? largest : z, p.half_scale);
   const float up = (high - z) / qmax, down = (low - z) / qmin;
   *scale = stored_scale(up > down ? up : down, p.half_scale);
+}
+
+// Dynamic scale and zero of a row or group, as stored.
+INLINE void choose(const Plane& p, const float* x, int n, float qmin, float qmax, float* scale, float* zero) {
+  const float low = p.zero == NO_ZERO ? 0.f : extreme(x, n, -1.f, false);
+  scale_of(p, low, extreme(x, n, 1.f, p.zero == NO_ZERO), qmin, qmax, scale, zero);
 }
 
 // Float to 8-bit float, nearest even, of |x| <= largest. Float's own rounding does it: in the low bits of a sum for
@@ -122,55 +127,101 @@ INLINE void write_codes(const Plane& p, const float* x, char* out) {
     for (int d = 0; d < D; d++) out[d] = char(q[d]);
 }
 
-// Row x [D] of kv head h -> its slot. x is overwritten.
-void encode(const Plane& p, float* x, int h, int64_t slot, int B) {
+INLINE void write_scale(const Plane& p, char* plane, int64_t at, int i, float x) {
+  const uint16_t half = to_half(x);
+  memcpy(plane + at + i * (p.half_scale ? 2 : 4), p.half_scale ? (void*)&half : (void*)&x, p.half_scale ? 2 : 4);
+}
+
+INLINE void code_range(const Plane& p, float* qmin, float* qmax) {
+  *qmax = p.code == Code::E4M3 ? 448.f : p.code == Code::E5M2 ? 57344.f : float((1 << (p.bits() - 1)) - 1);
+  *qmin = p.zero == NO_ZERO ? -*qmax : -*qmax - 1;
+}
+
+INLINE void rotate(const Plane& p, float* x) {
+  if (!p.rotate) return;
+  for (int d = 0; d < p.D; d++) x[d] = x[d] < -0x1p100f ? -0x1p100f : x[d] > 0x1p100f ? 0x1p100f : x[d];
+  hadamard(x, p.D);
+}
+
+// Rotated row x [D] of kv head h -> its place on a page. x is overwritten. s, z: scales and zeros per channel, or null.
+INLINE void encode(const Plane& p, float* x, int h, int64_t block, int offset, const float* s, const float* z) {
   const int D = p.D;
-  if (p.rotate) {
-    for (int d = 0; d < D; d++) x[d] = x[d] < -0x1p100f ? -0x1p100f : x[d] > 0x1p100f ? 0x1p100f : x[d];
-    hadamard(x, D);
-  }
-  char* out = p.codes + slot / B * p.block + h * p.head + slot % B * p.token;
   if (p.scale == TOKEN || p.scale == GROUP) {
-    const float qmax = p.code == Code::E4M3 ? 448.f : p.code == Code::E5M2 ? 57344.f : float((1 << (p.bits() - 1)) - 1);
-    const float qmin = p.zero == NO_ZERO ? -qmax : -qmax - 1;
-    const int n = p.scale == GROUP ? p.group : D, size = p.half_scale ? 2 : 4;
-    const int64_t at = slot / B * p.s_block + h * p.s_head + slot % B * p.s_token;
+    float qmin, qmax;
+    code_range(p, &qmin, &qmax);
+    const int n = p.scale == GROUP ? p.group : D;
+    const int64_t at = block * p.s_block + h * p.s_head + offset * p.s_token;
     for (int g = 0; g < D / n; g++) {
-      float s, z;
-      choose(p, x + g * n, n, qmin, qmax, &s, &z);
+      float scale, zero;
+      choose(p, x + g * n, n, qmin, qmax, &scale, &zero);
       for (int d = g * n; d < (g + 1) * n; d++) {
-        if (p.zero == FLOAT_ZERO) x[d] -= z;
-        x[d] /= s;
-        if (p.zero == CODE_ZERO) x[d] += z;
+        if (p.zero == FLOAT_ZERO) x[d] -= zero;
+        x[d] /= scale;
+        if (p.zero == CODE_ZERO) x[d] += zero;
       }
-      const uint16_t hs = to_half(s), hz = to_half(z);
-      memcpy(p.scales + at + g * size, p.half_scale ? (void*)&hs : (void*)&s, size);
-      if (p.zero != NO_ZERO) memcpy(p.zeros + at + g * size, p.half_scale ? (void*)&hz : (void*)&z, size);
+      write_scale(p, p.scales, at, g, scale);
+      if (p.zero != NO_ZERO) write_scale(p, p.zeros, at, g, zero);
     }
   } else if (p.scale != UNSCALED) {
-    const float *s = p.channel_scale ? p.channel_scale + int64_t(h) * D : nullptr, head = p.head_scale ? p.head_scale[h] : 1.f;
-    const float* z = p.static_zero ? p.static_zero + int64_t(h) * D : nullptr;
+    const float head = p.head_scale ? p.head_scale[h] : 1.f;
     for (int d = 0; d < D; d++) {
       if (z && p.zero == FLOAT_ZERO) x[d] -= z[d];
       x[d] /= s ? s[d] : head;
       if (z && p.zero == CODE_ZERO) x[d] += z[d];
     }
   }
-  write_codes(p, x, out);
+  write_codes(p, x, p.codes + block * p.block + h * p.head + offset * p.token);
 }
 
-// K and V of rows [row0, row1): padding rows (slot below B: none, or the null block) write nothing.
+INLINE const float* of_head(const Plane& p, const float* statics, int h) { return statics ? statics + int64_t(h) * p.D : nullptr; }
+
+// K and V of rows [row0, row1), of formats that encode rows. Padding rows (slot below B: none, or the null block) write nothing.
 void append(const Call& c, int row0, int row1) {
   float x[(c.K.D > c.V.D ? c.K.D : c.V.D) + VL];
-  for (int row = row0; row < row1; row++) {
-    if (c.slots[row] < c.B) continue;
-    for (int h = 0; h < c.H; h++) {
-      load_row(c.k, c.dtype, row, h, c.K.D, x);
-      encode(c.K, x, h, c.slots[row], c.B);
-      load_row(c.v, c.dtype, row, h, c.V.D, x);
-      encode(c.V, x, h, c.slots[row], c.B);
+  const auto put = [&](const Plane& p, const Rows& rows, int row, int h) {
+    if (p.tail.data) return;
+    load_row(rows, c.dtype, row, h, p.D, x);
+    rotate(p, x);
+    encode(p, x, h, c.slots[row] / c.B, int(c.slots[row] % c.B), of_head(p, p.channel_scale, h), of_head(p, p.static_zero, h));
+  };
+  for (int row = row0; row < row1; row++)
+    for (int h = 0; h < c.H && c.slots[row] >= c.B; h++) put(c.K, c.k, row, h), put(c.V, c.v, row, h);
+}
+
+// K and V of one block of a request, of formats that encode whole blocks, whose last token is in this call.
+void complete(const Call& c, int request, int block, int h) {
+  static thread_local Arena arena;
+  const auto put = [&](const Plane& p, const Rows& rows) {
+    if (!p.tail.data) return;
+    const int D = p.D, stride = (D + VL) / VL * VL;
+    const int64_t page = c.table[request * c.table_stride + block], at = page * p.s_block + h * p.s_head;
+    arena.reset(size_t(c.B + 4) * stride * 4 + 4096);
+    float* x = arena.take<float>(c.B * stride);
+    for (int i = 0; i < c.B; i++) {
+      load_row(raw_row(c, p, rows, request, block * c.B + i, h), c.dtype, D, x + i * stride);
+      rotate(p, x + i * stride);
     }
-  }
+    const float *s = of_head(p, p.channel_scale, h), *z = of_head(p, p.static_zero, h);
+    if (p.scale == BLOCK_CHANNEL) {
+      float *low = arena.take<float>(stride), *high = arena.take<float>(stride), qmin, qmax;
+      code_range(p, &qmin, &qmax);
+      memcpy(low, x, D * 4), memcpy(high, x, D * 4);
+      for (int i = 1; i < c.B; i++)
+        for (int d = 0; d < D; d++) {
+          const float v = x[i * stride + d];
+          low[d] = v < low[d] ? v : low[d], high[d] = v > high[d] ? v : high[d];
+        }
+      for (int d = 0; d < D; d++) {
+        float scale, zero;
+        scale_of(p, low[d], high[d], qmin, qmax, &scale, &zero);
+        write_scale(p, p.scales, at, d, low[d] = scale);
+        if (p.zero != NO_ZERO) write_scale(p, p.zeros, at, d, high[d] = zero);
+      }
+      s = low, z = p.zero == NO_ZERO ? nullptr : high;
+    }
+    for (int i = 0; i < c.B; i++) encode(p, x + i * stride, h, page, i, s, z);
+  };
+  put(c.K, c.k), put(c.V, c.v);
 }
 
 }  // namespace

@@ -28,8 +28,7 @@ struct Arena {  // a thread's memory for one unit, kept between calls
 constexpr float LOG2E = 1.44269504f;
 constexpr float LOWEST = -1e30f;  // below every score, and finite: its differences are not NaN
 
-INLINE void load_row(const Rows& rows, Code dtype, int64_t row, int head, int D, float* out) {
-  const char* p = rows.data + row * rows.row + head * rows.head;
+INLINE void load_row(const char* p, Code dtype, int D, float* out) {
   switch (dtype) {
     case Code::BF16:
       for (int d = 0; d < D; d++) out[d] = bits_to_float(uint32_t(((const uint16_t*)p)[d]) << 16);
@@ -39,6 +38,10 @@ INLINE void load_row(const Rows& rows, Code dtype, int64_t row, int head, int D,
       break;
     default: memcpy(out, p, D * 4);
   }
+}
+
+INLINE void load_row(const Rows& rows, Code dtype, int64_t row, int head, int D, float* out) {
+  load_row(rows.data + row * rows.row + head * rows.head, dtype, D, out);
 }
 
 INLINE void store_row(const Rows& rows, Code dtype, int64_t row, int head, int D, const float* x) {
@@ -54,10 +57,23 @@ INLINE void store_row(const Rows& rows, Code dtype, int64_t row, int head, int D
   }
 }
 
+// The passes of the transform that stay within a vector: a + b where the lane's bit is clear, a - b where it is set.
+template <int STEP>
+INLINE VF butterflies(VF v) {
+  if constexpr (STEP < VL) {
+    const VI minus = (lane_numbers() & STEP) != 0;
+    return butterflies<2 * STEP>(exchange<STEP>(v) + (VF)((VI)v ^ (minus & INT32_MIN)));
+  }
+  return v;
+}
+
 // Blocks of the largest power of two dividing D, as reference/hadamard.py does it, operation by operation.
 INLINE void hadamard(float* x, int D) {
   const int n = D & -D;
-  for (int step = 1; step < n; step *= 2)
+  int step = 1;
+  if (n >= VL)
+    for (int d = 0; d < D; d += step = VL) store(x + d, butterflies<1>(load<VF>(x + d)));
+  for (; step < n; step *= 2)
     for (int d = 0; d < D; d += 2 * step)
       for (int i = d; i < d + step; i++) {
         const float a = x[i], b = x[i + step];
@@ -98,8 +114,7 @@ INLINE KeyScales key_scales(const Call& c, const Tile& tile, int h, float* out) 
 
 // v where t0 <= t + lane < t1, else `other`.
 INLINE VF keep(VF v, int t, int t0, int t1, float other) {
-  VI lane;
-  for (int i = 0; i < VL; i++) lane[i] = i;
+  const VI lane = lane_numbers();
   const VI inside = (lane >= t0 - t) & (lane < t1 - t);
   return (VF)(((VI)v & inside) | ((VI)splat(other) & ~inside));
 }
@@ -145,13 +160,14 @@ INLINE void fold(const Plane& K, int h, float* q, Query& out) {
   for (int d = 0; s && d < K.D; d++) q[d] *= s[d];
 }
 
-// Static V scales and all V zero points, on the unnormalised output of one query head.
+// Static V scales, all V zero points and the rotation, on the unnormalised output of one query head.
 INLINE void unfold(const Plane& V, int h, const Query& q, float* out) {
   const float *s = V.channel_scale ? V.channel_scale + int64_t(h) * V.D : nullptr, head = V.head_scale ? V.head_scale[h] : 1.f;
   const float *z = V.static_zero ? V.static_zero + int64_t(h) * V.D : nullptr;
   for (int d = 0; z && V.zero == CODE_ZERO && d < V.D; d++) out[d] -= z[d] * q.total;
   for (int d = 0; d < V.D; d++) out[d] = out[d] * (s ? s[d] : head) + q.zero;
   for (int d = 0; z && V.zero == FLOAT_ZERO && d < V.D; d++) out[d] += z[d] * q.total;
+  if (V.rotate) hadamard(out, V.D);  // weighted sums of rotated values, rotated back once
 }
 
 struct Plan {  // what the formats of K and V ask for
@@ -166,14 +182,15 @@ struct Plan {  // what the formats of K and V ask for
   }
 };
 
-void decode(const Call& c, const Unit& u) {
+void decode(const Call& call, const Unit& u) {
   static thread_local Arena arena;
+  const Call c = as_seen(call, u.k_raw, u.v_raw);
   const Plane &K = c.K, &V = c.V;
   const Plan plan(c);
   const int n = (u.h1 - u.h0) * c.G, q_bytes = plan.key.bytes(K.D), floats = plan.value.floats(V.D);
   const int k_stride = (K.D + 15) & ~15, v_stride = (V.D + 15) & ~15;
   arena.reset(size_t(n) * (q_bytes + floats * 4 + sizeof(Query)) + 2 * sizeof(Tile) + (8 + MAX_GROUP) * TILE * 4 +
-              MAX_GROUP * TILE * 4 + TILE * (k_stride + v_stride) * 4 + (K.D + V.D) * 4 + 4096);
+              MAX_GROUP * TILE * 4 + (TILE * (k_stride + v_stride) + 2 * VL) * 4 + (K.D + V.D) * 4 + 4096);
   char* q = arena.take<char>(n * q_bytes);
   float* acc = arena.take<float>(n * floats);
   Query* query = arena.take<Query>(n);
@@ -181,8 +198,8 @@ void decode(const Call& c, const Unit& u) {
   float* scales = arena.take<float>(4 * TILE);
   float* x = arena.take<float>(MAX_GROUP * TILE);
   char* packed = arena.take<char>(MAX_GROUP * TILE * 4);
-  float* k_rows = arena.take<float>(TILE * k_stride);
-  float* v_rows = arena.take<float>(TILE * v_stride);
+  float* k_rows = arena.take<float>(TILE * k_stride + VL);
+  float* v_rows = arena.take<float>(TILE * v_stride + VL);
   float* one = arena.take<float>(K.D + V.D);
   memset(acc, 0, size_t(n) * floats * 4);
   for (int i = 0; i < n; i++) {
@@ -194,12 +211,12 @@ void decode(const Call& c, const Unit& u) {
 
   Tile *now = tiles, *then = tiles + 1;
   int start = u.first / TILE * TILE;
-  now->find(c, u.request, start, u.first, u.last);
+  now->find(c, u.request, start, u.first, u.last, u.h0);
   prefetch_scales(K, *now, u.h0, u.h1), prefetch_scales(V, *now, u.h0, u.h1);
   for (; start < u.last; start += TILE) {
     const bool more = start + TILE < u.last;
     if (more) {
-      then->find(c, u.request, start + TILE, u.first, u.last);
+      then->find(c, u.request, start + TILE, u.first, u.last, u.h0);
       prefetch_scales(K, *then, u.h0, u.h1), prefetch_scales(V, *then, u.h0, u.h1);
     }
     const Tile& tile = *now;
@@ -207,15 +224,16 @@ void decode(const Call& c, const Unit& u) {
       const KeyScales s = key_scales(c, tile, h, scales);
       const char *k_to[TILE], *v_to[TILE];
       if (plan.k_rows) dequantize(K, tile.k, tile, h, k_rows, k_stride, k_to);
-      if (plan.v_rows) dequantize(V, tile.v, tile, h, v_rows, v_stride, v_to);
       const int i = (h - u.h0) * c.G;
       float factor[MAX_GROUP], fade[MAX_GROUP];
-      const Ahead values{tile.v, h * V.head, plan.v_rows ? 0 : V.row_bytes()};
-      plan.key.score(plan.k_rows ? k_to : tile.k, values, plan.k_rows ? 0 : h * K.head,                      q + i * q_bytes, c.G, K.D, tile.t0 & ~3, (tile.t1 + 3) & ~3, x);
+      const Ahead values{tile.v, h * V.head, V.row_bytes()};
+      plan.key.score(plan.k_rows ? k_to : tile.k, values, plan.k_rows ? 0 : h * K.head,
+                     q + i * q_bytes, c.G, K.D, tile.t0 & ~3, (tile.t1 + 3) & ~3, x);
       for (int g = 0; g < c.G; g++) {
         fade[g] = weigh(c, s, tile.t0, tile.t1, query[i + g], x + g * TILE);
         factor[g] = plan.value.pack(x + g * TILE, TILE, packed + g * TILE * plan.value.bytes);
       }
+      if (plan.v_rows) dequantize(V, tile.v, tile, h, v_rows, v_stride, v_to);
       const bool last = h + 1 == u.h1;
       const Ahead keys{last ? then->k : tile.k, (last ? u.h0 : h + 1) * K.head, (last && !more) ? 0 : K.row_bytes()};
       plan.value.accumulate(plan.v_rows ? v_to : tile.v, keys, plan.v_rows ? 0 : h * V.head,
@@ -249,7 +267,6 @@ void merge(const Call& c, int row, int h, const float* const* parts, int64_t cou
     }
     if (c.sinks) total += exp2v(splat(sink - best))[0];
     for (int d = 0; d < D; d++) out[d] /= total;
-    if (c.V.rotate) hadamard(out, D);
     store_row(c.out, c.dtype, row, h * c.G + g, D, out);
   }
 }

@@ -149,7 +149,8 @@ struct ExtendOps {
   }
 };
 
-void extend(const Call& c, const Block& b) {
+// The attention of a block's rows to the keys of one segment -> parts [rows][G][2 + Dv], as merge() takes them.
+void extend_segment(const Call& c, const Block& b, const Segment& segment, float* parts) {
   static thread_local Arena arena;
   const Plane &K = c.K, &V = c.V;
   const Plan plan(c);
@@ -158,7 +159,7 @@ void extend(const Call& c, const Block& b) {
   const int k_stride = (K.D + 15) & ~15, v_stride = (V.D + 15) & ~15, k_packed = TILE * q_bytes;
   const int v_packed = TILE * floats * 4;  // at most
   arena.reset(size_t(n) * (q_bytes + floats * 4 + sizeof(Query) + TILE * 8 + 8) + sizeof(Tile) + 4 * TILE * 4 + 2 * k_packed +
-              v_packed + TILE * (k_stride + v_stride) * 4 + (K.D + (2 + V.D) * c.G) * 4 + 4096);
+              v_packed + (TILE * (k_stride + v_stride) + 2 * VL) * 4 + K.D * 4 + 4096);
   char* q = arena.take<char>(n * q_bytes);
   float* acc = arena.take<float>(n * floats);
   Query* query = arena.take<Query>(n);
@@ -168,8 +169,8 @@ void extend(const Call& c, const Block& b) {
   Tile& tile = *arena.take<Tile>(1);
   float* scales = arena.take<float>(4 * TILE);
   char *k_rows_packed = arena.take<char>(k_packed), *keys = arena.take<char>(k_packed), *values = arena.take<char>(v_packed);
-  float *k_rows = arena.take<float>(TILE * k_stride), *v_rows = arena.take<float>(TILE * v_stride);
-  float *one = arena.take<float>(K.D), *part = arena.take<float>((2 + V.D) * c.G);
+  float *k_rows = arena.take<float>(TILE * k_stride + VL), *v_rows = arena.take<float>(TILE * v_stride + VL);
+  float* one = arena.take<float>(K.D);
   memset(acc, 0, size_t(n) * floats * 4);
   for (int i = 0; i < n; i++) {
     load_row(c.q, c.dtype, b.r0 + i / c.G, b.h * c.G + i % c.G, K.D, one);
@@ -177,13 +178,8 @@ void extend(const Call& c, const Block& b) {
     fold(K, b.h, one, query[i]);
     query[i].factor *= plan.key.prepare(one, K.D, q + i * q_bytes);
   }
-  const auto oldest = [&](int row) {
-    const int64_t first = c.positions[row] - c.window + 1;
-    return c.window && first > 0 ? int(first) : 0;
-  };
-  const int first = oldest(b.r0), last = int(c.positions[b.r1 - 1]) + 1;
-  for (int start = first / TILE * TILE; start < last; start += TILE) {
-    tile.find(c, b.request, start, first, last);
+  for (int start = segment.first / TILE * TILE; start < segment.last; start += TILE) {
+    tile.find(c, b.request, start, segment.first, segment.last, b.h);
     const KeyScales s = key_scales(c, tile, b.h, scales);
     const char *k_to[TILE], *v_to[TILE];
     if (plan.k_rows) dequantize(K, tile.k, tile, b.h, k_rows, k_stride, k_to);
@@ -194,27 +190,38 @@ void extend(const Call& c, const Block& b) {
     while (c.positions[b.r0 + from / c.G] < start) from += c.G;
     ops.scores(q + from * q_bytes, n - from, K.D, keys, x + from * TILE);
     for (int i = from; i < n; i++) {
-      const int row = b.r0 + i / c.G, t0 = oldest(row) - start, t1 = int(c.positions[row]) + 1 - start;
+      const int64_t position = c.positions[b.r0 + i / c.G], oldest = c.window ? position - c.window + 1 : 0;
+      const int t0 = int(oldest > start + tile.t0 ? oldest - start : tile.t0);
+      const int t1 = int(position + 1 < start + tile.t1 ? position + 1 - start : tile.t1);
       float* w = x + i * TILE;
-      if (t0 >= TILE) {  // its window begins later
+      if (t0 >= t1) {  // its window begins later
         memset(w, 0, TILE * 4);
         fade[i] = 1.f;
       } else
-        fade[i] = weigh(c, s, t0 > 0 ? t0 : 0, t1 < TILE ? t1 : TILE, query[i], w);
+        fade[i] = weigh(c, s, t0, t1, query[i], w);
       factor[i] = plan.value.pack(w, TILE, packed + i * TILE * plan.value.bytes);
     }
     ops.outputs(packed + from * TILE * plan.value.bytes, n - from, V.D, values, factor + from, fade + from, acc + from * floats);
   }
-  for (int row = b.r0; row < b.r1; row++) {
-    for (int g = 0; g < c.G; g++) {
-      const int i = (row - b.r0) * c.G + g;
-      float* p = part + g * (2 + V.D);
-      plan.value.unpermute(acc + i * floats, V.D, p + 2);
-      unfold(V, b.h, query[i], p + 2);
-      p[0] = query[i].best, p[1] = query[i].total;
-    }
-    const float* parts[] = {part};
-    merge(c, row, b.h, parts, 1);
+  for (int i = 0; i < n; i++, parts += 2 + V.D) {
+    plan.value.unpermute(acc + i * floats, V.D, parts + 2);
+    unfold(V, b.h, query[i], parts + 2);
+    parts[0] = query[i].best, parts[1] = query[i].total;
+  }
+}
+
+void extend(const Call& c, const Block& b) {
+  static thread_local std::vector<float> parts;
+  const size_t row = size_t(c.G) * (2 + c.V.D), one = (b.r1 - b.r0) * row;
+  if (parts.size() < b.count * one) parts.resize(b.count * one);
+  for (int i = 0; i < b.count; i++) {
+    const Segment& s = b.segments[i];
+    extend_segment(as_seen(c, s.k_raw, s.v_raw), b, s, parts.data() + i * one);
+  }
+  const float* of_row[MAX_SEGMENTS];
+  for (int r = b.r0; r < b.r1; r++) {
+    for (int i = 0; i < b.count; i++) of_row[i] = parts.data() + i * one + (r - b.r0) * row;
+    merge(c, r, b.h, of_row, b.count);
   }
 }
 

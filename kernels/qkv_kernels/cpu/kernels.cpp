@@ -9,7 +9,7 @@
 
 namespace qkv {
 const Kernels* NAME(QKV_ISA)() {
-  static const Kernels kernels = {QUOTED(QKV_ISA), append, decode, merge, extend};
+  static const Kernels kernels = {QUOTED(QKV_ISA), append, complete, decode, merge, extend};
   return &kernels;
 }
 }  // namespace qkv

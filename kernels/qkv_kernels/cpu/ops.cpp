@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <vector>
 
@@ -61,8 +62,16 @@ const float* floats_of(const Tensor& x) {
   return x.numel() ? x.const_data_ptr<float>() : nullptr;
 }
 
-// planes: codes, scale, zero, head_scale [H], channel_scale [H, D], static_zero [H, D]; empty where absent.
-Plane plane_of(const Tensor* planes, at::IntArrayRef format, int D) {
+RawRows raw_of(const Tensor& x, int H, int D, at::ScalarType dtype) {
+  if (!x.numel()) return {};
+  TORCH_CHECK(x.dim() == 4 && x.size(1) == H && x.size(3) == D && x.stride(3) == 1, "tails and sinks must be [slots, H, rows, D] with unit stride of D");
+  TORCH_CHECK(x.scalar_type() == dtype, "tails and sinks must have the dtype of q, ", dtype, ", not ", x.scalar_type());
+  const int64_t size = x.element_size();
+  return {(char*)x.data_ptr(), x.stride(0) * size, x.stride(1) * size, x.stride(2) * size, int(x.size(2))};
+}
+
+// planes: codes, scale, zero, head_scale [H], channel_scale [H, D], static_zero [H, D], tail, sink; empty where absent.
+Plane plane_of(const Tensor* planes, at::IntArrayRef format, int D, at::ScalarType dtype) {
   const Tensor &codes = planes[0], &scale = planes[1], &zero = planes[2];
   TORCH_CHECK(codes.dim() == 4 && codes.stride(3) == 1, "codes must be [N, H, B, Dp] with unit stride of Dp");
   Plane p{};
@@ -77,7 +86,7 @@ Plane plane_of(const Tensor* planes, at::IntArrayRef format, int D) {
     const auto type = scale.scalar_type();
     TORCH_CHECK(type == at::kHalf || type == at::kFloat, "scales must be float16 or float32, not ", type);
     TORCH_CHECK(!zero.numel() || (zero.strides() == scale.strides() && zero.scalar_type() == type), "zeros must lie like their scales");
-    TORCH_CHECK(scale.dim() == 3 || scale.stride(3) == 1, "group scales of one row must be neighbours");
+    TORCH_CHECK((scale.dim() == 3 && p.scale == TOKEN) || scale.stride(-1) == 1, "scales of one row or block must be neighbours");
     p.half_scale = type == at::kHalf;
     p.scales = (char*)scale.data_ptr();
     p.zeros = zero.numel() ? (char*)zero.data_ptr() : nullptr;
@@ -85,8 +94,11 @@ Plane plane_of(const Tensor* planes, at::IntArrayRef format, int D) {
     p.s_head = scale.stride(1) * scale.element_size();
     p.s_token = scale.stride(2) * scale.element_size();
   }
-  TORCH_CHECK((p.scale < TOKEN) == !p.scales, "a pool scale goes with token and token_group formats only");
+  TORCH_CHECK((p.scale < TOKEN) == !p.scales, "a pool scale goes with token, token_group and block_channel formats only");
   p.head_scale = floats_of(planes[3]), p.channel_scale = floats_of(planes[4]), p.static_zero = floats_of(planes[5]);
+  p.tail = raw_of(planes[6], int(codes.size(1)), D, dtype), p.sink = raw_of(planes[7], int(codes.size(1)), D, dtype);
+  TORCH_CHECK(p.tail.rows % codes.size(2) == 0, "a tail of ", p.tail.rows, " rows is not whole blocks of ", codes.size(2));
+  TORCH_CHECK(p.scale != BLOCK_CHANNEL || p.tail.data, "block_channel formats need a tail");
   return p;
 }
 
@@ -104,9 +116,68 @@ void share(int64_t n, F work) {
   });
 }
 
+const int64_t* slots_of(const std::optional<Tensor>& slots, const Call& c, bool wanted) {
+  if (!wanted || !c.R) return nullptr;
+  TORCH_CHECK(slots && slots->scalar_type() == at::kLong && slots->is_contiguous() && slots->size(0) == c.R,
+              "the formats keep raw rows: tail_slots and sink_slots must be contiguous int64 [R]");
+  return slots->const_data_ptr<int64_t>();
+}
+
+// What a query at position p0, or queries p0 to p1 of one block, see: their keys cut where K or V turns from codes to raw rows.
+int segments(const Call& c, int p0, int p1, Segment* out) {
+  const int first = c.window ? std::max(0, p0 - c.window + 1) : 0, last = p1 + 1;
+  const auto recent = [&](const Plane& p) {  // from here on raw
+    return p.tail.data ? std::max(0, p0 / c.B - (p.tail.rows / c.B - 1)) * c.B : last;
+  };
+  const int k_recent = recent(c.K), v_recent = recent(c.V);
+  int cuts[] = {first, c.K.sink.rows, c.V.sink.rows, k_recent, v_recent, last}, count = 0;
+  for (int& cut : cuts) cut = std::clamp(cut, first, last);
+  std::sort(std::begin(cuts), std::end(cuts));
+  for (int i = 0; i < MAX_SEGMENTS; i++) {
+    const int at = cuts[i];
+    const Segment s{at, cuts[i + 1], at < c.K.sink.rows || at >= k_recent, at < c.V.sink.rows || at >= v_recent};
+    if (s.first == s.last) continue;
+    if (count && out[count - 1].k_raw == s.k_raw && out[count - 1].v_raw == s.v_raw)
+      out[count - 1].last = s.last;
+    else
+      out[count++] = s;
+  }
+  return count;
+}
+
+// Raw rows of a call into their rings or, with `first`, into the sinks.
+void keep_raw(const Call& c, bool first) {
+  const auto keep = [&](const RawRows& to, const Rows& rows, const int64_t* slots, int D, int r) {
+    const int row = c.starts[r], n = c.starts[r + 1] - row, size = D * (c.dtype == F32 ? 4 : 2);
+    const int64_t start = n ? c.positions[row] : 0;
+    const int64_t from = first ? 0 : std::max(0, n - to.rows), until = first ? std::clamp<int64_t>(to.rows - start, 0, n) : n;
+    for (int64_t i = from; to.data && i < until; i++)
+      for (int h = 0; h < c.H; h++)
+        memcpy(to.at(slots[r], h, int((start + i) % to.rows)), rows.data + (row + i) * rows.row + h * rows.head, size);
+  };
+  at::parallel_for(0, c.R, 8, [&](int64_t a, int64_t b) {
+    for (int r = int(a); r < b; r++) {
+      keep(first ? c.K.sink : c.K.tail, c.k, first ? c.sink_slots : c.tail_slots, c.K.D, r);
+      keep(first ? c.V.sink : c.V.tail, c.v, first ? c.sink_slots : c.tail_slots, c.V.D, r);
+    }
+  });
+}
+
+void encode_rows(const Call& c, const Kernels* isa) {
+  if (!c.K.tail.data || !c.V.tail.data)
+    at::parallel_for(0, c.T, std::max<int64_t>(1, 16384 / (c.H * (c.K.D + c.V.D))), [&](int64_t a, int64_t b) { isa->append(c, int(a), int(b)); });
+  if (!c.K.tail.data && !c.V.tail.data) return;
+  std::vector<std::pair<int, int>> full;  // request, block: of those that this call completes
+  for (int r = 0; r < c.R; r++)
+    if (const int n = c.starts[r + 1] - c.starts[r])
+      for (int64_t start = c.positions[c.starts[r]], block = start / c.B; (block + 1) * c.B <= start + n; block++)
+        full.push_back({r, int(block)});
+  share(full.size() * c.H, [&](int64_t i) { isa->complete(c, full[i / c.H].first, full[i / c.H].second, int(i % c.H)); });
+}
+
 constexpr int ROWS_TIMES_GROUP = 96;  // query vectors that share a dequantized tile
 
-struct Pending {  // parts of one row and group of kv heads, still to be merged
+struct Pending {  // units of one row and group of kv heads, whose parts are still to be merged
   int row, h0, h1, first_unit, units;
 };
 
@@ -122,24 +193,34 @@ void attend_rows(const Call& c, const Kernels* isa, const std::vector<std::pair<
   std::vector<Unit> units;
   std::vector<Pending> pending;
   for (auto [row, request] : rows) {
-    const int length = int(c.positions[row]) + 1, first = c.window && length > c.window ? length - c.window : 0;
+    Segment seen[MAX_SEGMENTS];
+    const int position = int(c.positions[row]), count = segments(c, position, position, seen);
     for (int h = 0; h < c.H; h += heads_each) {
       const int h1 = std::min(c.H, h + heads_each), unit = int(units.size());
-      for (int at = first; at < length; at = at / CHUNK * CHUNK + CHUNK)
-        units.push_back({row, request, at, std::min(length, at / CHUNK * CHUNK + CHUNK), h, h1, nullptr});
+      for (int i = 0; i < count; i++) {
+        const Segment& s = seen[i];
+        for (int at = s.first; at < s.last; at = at / CHUNK * CHUNK + CHUNK)
+          for (int u = h, step = s.k_raw || s.v_raw ? 1 : h1 - h; u < h1; u += step)  // each head has its own raw rows
+            units.push_back({row, request, at, std::min(s.last, at / CHUNK * CHUNK + CHUNK), u, u + step, s.k_raw, s.v_raw, nullptr});
+      }
       pending.push_back({row, h, h1, unit, int(units.size()) - unit});
     }
   }
-  const int64_t one = int64_t(heads_each) * c.G * (2 + c.V.D);
-  Tensor parts = at::empty({int64_t(units.size()) * one}, at::kFloat);
-  for (size_t i = 0; i < units.size(); i++) units[i].part = parts.data_ptr<float>() + i * one;
+  const int64_t one = int64_t(c.G) * (2 + c.V.D);  // part of one kv head
+  int64_t heads = 0;
+  for (const Unit& u : units) heads += u.h1 - u.h0;
+  Tensor parts = at::empty({heads * one}, at::kFloat);
+  float* part = parts.data_ptr<float>();
+  for (Unit& u : units) u.part = part, part += (u.h1 - u.h0) * one;
   share(units.size(), [&](int64_t i) { isa->decode(c, units[i]); });
   const auto merge = [&](int64_t i) {
     const Pending& p = pending[i];
     std::vector<const float*> list(p.units);
     for (int h = p.h0; h < p.h1; h++) {
-      for (int u = 0; u < p.units; u++) list[u] = units[p.first_unit + u].part + int64_t(h - p.h0) * c.G * (2 + c.V.D);
-      isa->merge(c, p.row, h, list.data(), p.units);
+      int64_t count = 0;
+      for (const Unit* u = &units[p.first_unit]; u < &units[p.first_unit] + p.units; u++)
+        if (u->h0 <= h && h < u->h1) list[count++] = u->part + (h - u->h0) * one;
+      isa->merge(c, p.row, h, list.data(), count);
     }
   };
   if (pending.size() * heads_each * c.G * c.V.D < 16384)
@@ -149,11 +230,11 @@ void attend_rows(const Call& c, const Kernels* isa, const std::vector<std::pair<
 }
 
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList planes, const Tensor& block_table,
-              const Tensor& query_start, const Tensor& slots, const Tensor& positions, const std::optional<Tensor>& sinks,
-              at::IntArrayRef formats, double scaling, int64_t window, double softcap, bool store, bool deterministic,
+              const Tensor& query_start, const Tensor& slots, const Tensor& positions, const std::optional<Tensor>& tail_slots, const std::optional<Tensor>& sink_slots,
+              const std::optional<Tensor>& sinks, at::IntArrayRef formats, double scaling, int64_t window, double softcap, bool store, bool deterministic,
               c10::string_view isa_name) {
   const Kernels* isa = kernels(std::string(isa_name));
-  TORCH_CHECK(planes.size() == 12 && formats.size() == 10, "attend wants 12 planes and 10 format numbers");
+  TORCH_CHECK(planes.size() == 16 && formats.size() == 10, "attend wants 16 planes and 10 format numbers");
   Call c{};
   c.dtype = code_of(q.scalar_type());
   TORCH_CHECK(c.dtype <= F16, "attend computes in float32, bfloat16 and float16, not ", q.scalar_type());
@@ -162,8 +243,8 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList 
   TORCH_CHECK(c.H > 0 && q.size(1) % c.H == 0, q.size(1), " query heads on ", c.H, " kv heads");
   c.G = int(q.size(1)) / c.H;
   TORCH_CHECK(c.G <= MAX_GROUP, c.G, " query heads per kv head; at most ", MAX_GROUP);
-  c.K = plane_of(planes.data(), formats.slice(0, 5), int(q.size(2)));
-  c.V = plane_of(planes.data() + 6, formats.slice(5, 5), int(v.size(2)));
+  c.K = plane_of(planes.data(), formats.slice(0, 5), int(q.size(2)), q.scalar_type());
+  c.V = plane_of(planes.data() + 8, formats.slice(5, 5), int(v.size(2)), q.scalar_type());
   Tensor out = at::empty({c.T, q.size(1), c.V.D}, q.options());
   c.q = rows_of(q), c.k = rows_of(k), c.v = rows_of(v), c.out = rows_of(out);
   TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "q, k and v must have one dtype");
@@ -174,15 +255,17 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList 
   const Tensor table = block_table, starts = query_start.contiguous(), where = slots.contiguous(), at_position = positions.contiguous();
   c.table = table.const_data_ptr<int32_t>(), c.table_stride = table.size(0) ? table.stride(0) : 0;
   c.slots = where.const_data_ptr<int64_t>(), c.positions = at_position.const_data_ptr<int64_t>();
+  c.starts = starts.const_data_ptr<int32_t>();
+  c.tail_slots = slots_of(tail_slots, c, c.K.tail.data || c.V.tail.data);
+  c.sink_slots = slots_of(sink_slots, c, c.K.sink.data || c.V.sink.data);
   c.scaling = float(scaling), c.softcap = float(softcap), c.window = int(window);
   Tensor sink_logits;
   if (sinks) sink_logits = sinks->to(at::kFloat).contiguous(), c.sinks = sink_logits.const_data_ptr<float>();
   TORCH_CHECK(!c.sinks || sink_logits.numel() == q.size(1), "one sink per query head");
 
-  if (store)
-    at::parallel_for(0, c.T, std::max<int64_t>(1, 16384 / (c.H * (c.K.D + c.V.D))), [&](int64_t a, int64_t b) { isa->append(c, int(a), int(b)); });
-
-  const int32_t* start = starts.const_data_ptr<int32_t>();
+  if (c.sink_slots) keep_raw(c, true);
+  if (store) encode_rows(c, isa);
+  const int32_t* start = c.starts;
   std::vector<std::pair<int, int>> rows;  // attended one by one
   std::vector<Block> blocks;
   const int step = std::max(1, ROWS_TIMES_GROUP / c.G);
@@ -191,12 +274,19 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList 
     if (n == 1 || deterministic)
       for (int row = start[r]; row < start[r + 1]; row++) rows.push_back({row, r});
     else
-      for (int row = start[r]; row < start[r + 1]; row += step)
-        for (int h = 0; h < c.H; h++) blocks.push_back({row, std::min(row + step, start[r + 1]), r, h});
+      for (int row = start[r], end; row < start[r + 1]; row = end) {
+        const int position = int(c.positions[row]);
+        end = std::min(row + step, start[r + 1]);
+        if (c.tail_slots) end = std::min(end, row + c.B - position % c.B);  // rows of one block see the same blocks raw
+        Block block{row, end, r};
+        block.count = segments(c, position, position + end - row - 1, block.segments);
+        for (block.h = 0; block.h < c.H; block.h++) blocks.push_back(block);
+      }
   }
   attend_rows(c, isa, rows);
   const int64_t last = int64_t(blocks.size()) - 1;  // later rows see more keys: begin with them
   share(last + 1, [&](int64_t i) { isa->extend(c, blocks[last - i]); });
+  if (c.tail_slots) keep_raw(c, false);  // last: rows of this call read what it overwrites
   if (c.R == 0 || start[c.R] < c.T) out.slice(0, c.R ? start[c.R] : 0).zero_();
   return out;
 }
@@ -226,7 +316,7 @@ int64_t threads() {
 TORCH_LIBRARY(qkv_cpu, m) {
   m.def(
       "attend(Tensor q, Tensor k, Tensor v, Tensor(a!)[] planes, Tensor block_table, Tensor query_start, Tensor slots, "
-      "Tensor positions, Tensor? sinks, int[] formats, float scaling, int window, float softcap, bool store, "
+      "Tensor positions, Tensor? tail_slots, Tensor? sink_slots, Tensor? sinks, int[] formats, float scaling, int window, float softcap, bool store, "
       "bool deterministic, str isa) -> Tensor");
   m.def("advise_huge(Tensor pool) -> ()");
   m.def("best_isa() -> str", &best_isa);

@@ -7,6 +7,26 @@
 namespace qkv {
 namespace {
 
+// The raw row at a position: of the sequence's first ones, of this call's, or of the request's last ones before it.
+INLINE const char* raw_row(const Call& c, const Plane& p, const Rows& rows, int request, int position, int h) {
+  if (position < p.sink.rows) return p.sink.at(c.sink_slots[request], h, position);
+  const int first = c.starts[request], age = position - int(c.positions[first]);
+  return age < 0 ? p.tail.at(c.tail_slots[request], h, position % p.tail.rows) : rows.data + (first + age) * rows.row + h * rows.head;
+}
+
+// The call as a segment sees it: where rows are read raw, K or V is unscaled, unrotated and on no pages.
+INLINE Call as_seen(const Call& call, bool k_raw, bool v_raw) {
+  Call c = call;
+  const auto see = [&](Plane& p) {
+    p.code = c.dtype, p.scale = UNSCALED, p.zero = NO_ZERO, p.rotate = false, p.raw = true;
+    p.codes = p.scales = p.zeros = nullptr, p.head_scale = p.channel_scale = p.static_zero = nullptr;
+    p.block = p.head = p.token = 0;
+  };
+  if (k_raw) see(c.K);
+  if (v_raw) see(c.V);
+  return c;
+}
+
 struct Run {  // keys of the tile that are neighbours on one page
   int64_t block;
   int offset, begin, end;  // offset of key `begin` (of the tile) in its page
@@ -17,8 +37,8 @@ struct Tile {
   Run runs[TILE];
   int count, t0, t1;  // keys [t0, t1) of the tile are seen
 
-  // Keys [first, last) of a request, within the tile that starts at key `start`.
-  void find(const Call& c, int request, int start, int first, int last) {
+  // Keys [first, last) of a request, within the tile that starts at key `start`. Raw rows are those of kv head h.
+  void find(const Call& c, int request, int start, int first, int last, int h) {
     const int32_t* table = c.table + request * c.table_stride;
     t0 = (first > start ? first : start) - start, t1 = (last < start + TILE ? last : start + TILE) - start;
     count = 0;
@@ -30,6 +50,8 @@ struct Tile {
       runs[count++] = {block, offset, t, t + n};
       t += n;
     }
+    for (int t = t0; c.K.raw && t < t1; t++) k[t] = raw_row(c, c.K, c.k, request, start + t, h);
+    for (int t = t0; c.V.raw && t < t1; t++) v[t] = raw_row(c, c.V, c.v, request, start + t, h);
     for (int t = 0; t < t0; t++) k[t] = k[t0], v[t] = v[t0];
     for (int t = t1; t < TILE; t++) k[t] = k[t0], v[t] = v[t0];
   }
@@ -61,40 +83,70 @@ INLINE void prefetch_scales(const Plane& p, const Tile& tile, int h0, int h1) {
   }
 }
 
-// Channel d of a packed row as a signed code; the layout is reference/packing.py's.
-INLINE int plane_bits(const char* plane, int D, int width, int d) {
-  const int run = D * width / 8;
-  return (uint8_t)plane[d % run] >> (d / run * width) & ((1 << width) - 1);
+// One plane of a packed row (its layout is reference/packing.py's), widened: out[d] = (or +=, with ADD) code * weight - offset.
+// Writes up to VL floats beyond D.
+template <int WIDTH, bool ADD>
+INLINE void unpack_plane(const char* plane, int D, float weight, float offset, float* out) {
+  const int run = D * WIDTH / 8;
+#pragma GCC unroll 8
+  for (int i = 0; i < 8 / WIDTH; i++)
+    for (int j = 0; j < run; j += VL) {
+      const VI bytes = j + VL <= run ? widen_u8(plane + j) : widen_u8(plane + j, run - j);
+      float* o = out + i * run + j;
+      const VF x = to_float((bytes >> (i * WIDTH)) & ((1 << WIDTH) - 1)) * weight;
+      store(o, ADD ? load<VF>(o) + x : x - offset);
+    }
 }
-INLINE float code_at(const Plane& p, const char* row, int d) {
+
+// A row as numbers, without scales. Writes up to VL floats beyond D.
+INLINE void unpack(const Plane& p, const char* row, float* out) {
+  const int D = p.D;
   switch (p.code) {
-    case Code::I4: return float(plane_bits(row, p.D, 4, d) - 8);
-    case Code::I3: return float((plane_bits(row, p.D, 2, d) | plane_bits(row + p.D / 4, p.D, 1, d) << 2) - 4);
-    case Code::I2: return float(plane_bits(row, p.D, 2, d) - 2);
-    default: return float(((const int8_t*)row)[d]);
+    case Code::I4: return unpack_plane<4, false>(row, D, 1.f, 8.f, out);
+    case Code::I2: return unpack_plane<2, false>(row, D, 1.f, 2.f, out);
+    case Code::I3: return unpack_plane<2, false>(row, D, 1.f, 4.f, out), unpack_plane<1, true>(row + D / 4, D, 4.f, 0.f, out);
+    case Code::E4M3: return read_row<ReadE4M3>(row, D, out);
+    case Code::E5M2: return read_row<ReadE5M2>(row, D, out);
+    default: return read_row<ReadI8>(row, D, out);  // what has 16 bits or more is always read by its reader
   }
 }
 
-// Rows of kv head h with their group scales applied (token scales are not): out rows of `stride` floats, pointers [TILE].
+// n scales or zeros that are neighbours. Writes up to VL floats beyond n.
+INLINE void scales_at(const Plane& p, const char* s, int n, float* out) {
+  int i = 0;
+  for (; i + VL <= n; i += VL) store(out + i, p.half_scale ? widen_half(s + 2 * i) : load<VF>(s + 4 * i));
+  for (; i < n; i++) out[i] = scale_at(p, s + i * (p.half_scale ? 2 : 4));
+}
+
+// x[d] = x[d] * s + z for n floats.
+INLINE void scale_row(float* x, int n, float s, float z) {
+  int d = 0;
+  for (; d + VL <= n; d += VL) store(x + d, madd(load<VF>(x + d), splat(s), splat(z)));
+  for (; d < n; d++) x[d] = x[d] * s + z;
+}
+
+// Rows of kv head h with the scales of their groups or block applied (token scales are not): rows of `stride` floats in `out`
+// [TILE * stride + VL], and pointers to them [TILE].
 INLINE void dequantize(const Plane& p, const char* const* rows, const Tile& tile, int h, float* out, int stride, const char** to) {
-  const int group = p.scale == GROUP ? p.group : p.D;
+  const int n = p.scale == GROUP ? p.D / p.group : p.scale == BLOCK_CHANNEL ? p.D : 0;  // scales of a row, or of a block
+  float s[n + VL], z[n + VL];
+  for (int i = 0; i < n; i++) z[i] = 0.f;
   for (int r = 0; r < tile.count; r++) {
     const Run& run = tile.runs[r];
     for (int t = run.begin; t < run.end; t++) {
-      const int64_t at = run.block * p.s_block + h * p.s_head + (run.offset + t - run.begin) * p.s_token;
-      const char* row = rows[t] + h * p.head;
-      float* o = out + t * stride;
-      for (int d = 0; d < p.D; d += group) {
-        float s = 1.f, z = 0.f;
-        if (p.scale == GROUP) {
-          const int64_t i = at + d / group * (p.half_scale ? 2 : 4);
-          s = scale_at(p, p.scales + i);
-          if (p.zero != NO_ZERO) z = scale_at(p, p.zeros + i);
-          if (p.zero == CODE_ZERO) z *= -s;
-        }
-        for (int i = d; i < d + group; i++) o[i] = code_at(p, row, i) * s + z;
+      if (n && (t == run.begin || p.scale == GROUP)) {
+        const int64_t at = run.block * p.s_block + h * p.s_head + (p.scale == GROUP ? (run.offset + t - run.begin) * p.s_token : 0);
+        scales_at(p, p.scales + at, n, s);
+        if (p.zero != NO_ZERO) scales_at(p, p.zeros + at, n, z);
+        for (int i = 0; p.zero == CODE_ZERO && i < n; i++) z[i] *= -s[i];
       }
-      to[t] = (const char*)o;
+      float* x = out + t * stride;
+      unpack(p, rows[t] + h * p.head, x);
+      if (p.scale == GROUP)
+        for (int g = 0; g < n; g++) scale_row(x + g * p.group, p.group, s[g], z[g]);
+      else
+        for (int d = 0; d < n; d += VL) store(x + d, madd(load<VF>(x + d), load<VF>(s + d), load<VF>(z + d)));
+      to[t] = (const char*)x;
     }
   }
   for (int t = 0; t < TILE; t++)

@@ -54,6 +54,17 @@ struct FloatReader {  // R::get reads VL elements of R::BYTES bytes
   }
 };
 
+// A row in 32 bits. Writes up to VL floats beyond D.
+template <class R>
+INLINE void read_row(const char* row, int D, float* out) {
+  for (int d = 0; d < D; d += VL) {
+    const int n = D - d;
+    char rest[VL * R::BYTES] = {};
+    if (n < VL) memcpy(rest, row + d * R::BYTES, n * R::BYTES);
+    store(out + d, R::get(n < VL ? rest : row + d * R::BYTES));
+  }
+}
+
 struct ReadF32 : FloatReader<ReadF32> {
   static constexpr int BYTES = 4;
   static FORCE VF get(const char* p) { return qkv::load<VF>(p); }

@@ -156,7 +156,7 @@ constexpr ValueOps value_ops() {
 // Calls f with the reader of a plane; false if it has none, then its rows are first dequantized into floats.
 template <class F>
 bool with_reader(const Plane& p, Code dtype, F&& f) {
-  if (p.scale == GROUP) return false;
+  if (p.scale == GROUP || p.scale == BLOCK_CHANNEL) return false;
 #if VL == 16
   if (dtype != Code::F32) {  // what a pair engine represents as well as the compute dtype does
     if (p.code == Code::I8) return f(PairI8{}), true;

@@ -41,6 +41,25 @@ template <class V>
 INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }
 
 INLINE VF splat(float x) { return x - VF{}; }
+INLINE VF to_float(VI x) { return __builtin_convertvector(x, VF); }
+
+INLINE VI lane_numbers() {
+  VI lane;
+  for (int i = 0; i < VL; i++) lane[i] = i;
+  return lane;
+}
+
+// Lane i of the result is lane i ^ S of v.
+template <int S>
+INLINE VF exchange(VF v) {
+  VF out;
+#if defined(__clang__)
+  for (int i = 0; i < VL; i++) out[i] = v[i ^ S];
+#else
+  out = __builtin_shuffle(v, lane_numbers() ^ S);
+#endif
+  return out;
+}
 
 #if defined(__AVX512F__)
 INLINE VF madd(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
@@ -52,6 +71,7 @@ INLINE VF widen_half(const void* p) { return _mm512_cvtph_ps(load<__m256i>(p)); 
 INLINE VF widen_int8(const void* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(p))); }
 INLINE VI widen_u8(const void* p) { return (VI)_mm512_cvtepu8_epi32(load<__m128i>(p)); }
 INLINE VI widen_u16(const void* p) { return (VI)_mm512_cvtepu16_epi32(load<__m256i>(p)); }
+INLINE VI widen_u8(const void* p, int n) { return (VI)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8((1 << n) - 1, p)); }
 #else
 INLINE VF vmax(VF a, VF b) { return a > b ? a : b; }
 INLINE VF vmin(VF a, VF b) { return a < b ? a : b; }
@@ -85,6 +105,14 @@ INLINE VF half_bits(VI h) {  // float16 in the low 16 bits; the product rebuilds
 }
 INLINE VF widen_half(const void* p) { return half_bits(widen_u16(p)); }
 #endif
+#endif
+
+#if !defined(__AVX512F__)
+INLINE VI widen_u8(const void* p, int n) {  // n < VL bytes, then zeros
+  char bytes[VL] = {};
+  memcpy(bytes, p, n);
+  return widen_u8(bytes);
+}
 #endif
 
 // 2^x for x <= 127; below -126 it returns 2^-126. Relative error 2e-7.
