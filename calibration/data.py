@@ -78,7 +78,10 @@ def windows(
     documents = source.documents(tokenizer)
     random.Random(seed).shuffle(documents)
     first = opening(tokenizer)
-    body, need = length - len(first), (skip + count) * (length - len(first))
+    body = length - len(first)
+    if body < 1:
+        raise ConfigError(f"data.{source.name}: windows of {length} tokens hold no text beside the tokenizer's opening token")
+    need = (skip + count) * body
     stream: list[int] = []
     for text in documents:
         if len(stream) >= need:

@@ -74,6 +74,8 @@ class Compare(Experiment):
         loaded = load_model(run.engine.model)
         cases = [_Case(spec, {}) for spec in specs]
         documents = windows(run.data, loaded.tokenizer, self.documents, self.tokens_per_document, run.engine.seed)
+        # Documents longer than the model are refused now, not after the speed of every quantizer was measured.
+        measure.engine(measure.single_document(run.engine, self.tokens_per_document), loaded, "none").close()
         try:
             with tqdm(total=len(cases) * (1 + len(documents)), disable=not run.progress, unit="part", leave=False) as bar:
                 self._measure_speed(run, loaded, cases, bar)

@@ -3,8 +3,7 @@
 Does not know about: where numbers go (records, Prometheus, W&B).
 """
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -74,6 +73,3 @@ class Recorder:
     @property
     def fraction_read_from_cache(self) -> float | None:
         return self.pairs_from_cache / self.pairs_attended if self.pairs_attended else None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

@@ -83,6 +83,12 @@ def test_a_hub_data_set_that_cannot_be_reached_is_one_line(monkeypatch: pytest.M
         DATA.build({"name": "hub", "path": "wikitext"}).documents()
 
 
+def test_a_window_must_hold_text_beside_the_opening_token() -> None:
+    with pytest.raises(ConfigError, match="windows of 1 tokens hold no text"):
+        windows(DATA.build("pydoc"), Words(), 1, 1)
+    assert len(windows(DATA.build("pydoc"), Words(), 1, 2)[0]) == 2
+
+
 def test_windows_have_their_length_and_never_overlap() -> None:
     source = DATA.build("pydoc")
     evaluated = windows(source, None, 3, 100, seed=1)

@@ -103,6 +103,15 @@ def test_too_little_text_is_one_message(tmp_path: Path, capsys: pytest.CaptureFi
     assert "windows of 1024 tokens need 16,384 tokens, it has 14" in capsys.readouterr().err
 
 
+def test_compare_refuses_documents_longer_than_the_model_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["experiment=compare", *TINY, *SMALL, "tokens_per_document=9000", f"hydra.run.dir={tmp_path}"]
+    assert run.main(arguments) == 2
+    assert "max_model_len=9000 is above the model's" in capsys.readouterr().err
+    assert json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["rows"] == []
+
+
 def test_generate_prints_text_and_records_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["quantizer=int8_token", 'prompts=["first prompt","second"]', "sampling.max_tokens=5", "sampling.ignore_eos=true"]
     record = run_it(tmp_path, "experiment=generate", *TINY, *arguments, "sampling.logprobs=1")
