@@ -219,7 +219,7 @@ constexpr int HEIGHT = 12;  // times two vectors of sums, two of weights and one
 #else
 constexpr int HEIGHT = 4;  // of 16
 #endif
-static_assert(TALL % HEIGHT == 0);
+static_assert(TALL % HEIGHT == 0 && HEIGHT % std::min(VL, HEIGHT) == 0);
 
 // Calls put(i, word i) for the words of a row of K elements, beginning with `from`.
 template <class T, class Put>
@@ -234,12 +234,22 @@ INLINE void over_words(const T* row, int64_t K, int64_t from, const Put& put) {
   }
 }
 
-// [words][HEIGHT], zeros for rows that are not there
+// [words][HEIGHT]; the last row stands in for rows that are not there, whose results nobody takes.
 template <class T>
 void pack_rows_typed(const Linear& c, int64_t t0, int64_t rows, uint32_t* packed) {
-  if (rows < HEIGHT) std::fill_n(packed, words(c) * HEIGHT, 0u);
-  for (int64_t r = 0; r < rows; r++)
-    over_words(static_cast<const T*>(c.x) + (t0 + r) * c.K, c.K, 0, [&](int64_t i, uint32_t x) { packed[i * HEIGHT + r] = x; });
+  const int64_t whole = c.K * int64_t(sizeof(T)) / 4 / VL * VL;
+  const T* x = static_cast<const T*>(c.x) + t0 * c.K;
+  const auto row = [&](int64_t r) { return x + std::min(r, rows - 1) * c.K; };
+  for (int r0 = 0; r0 < HEIGHT; r0 += VL) {
+    constexpr int N = std::min(VL, HEIGHT);
+    for (int64_t k = 0; k < whole; k += VL) {
+      VU tile[VL] = {};
+      for (int r = 0; r < N; r++) tile[r] = load<VU>(row(r0 + r) + k * (4 / sizeof(T)));
+      transpose(tile);
+      for (int i = 0; i < VL; i++) memcpy(packed + (k + i) * HEIGHT + r0, &tile[i], 4 * N);
+    }
+    for (int r = r0; r < r0 + N; r++) over_words(row(r), c.K, whole, [&](int64_t i, uint32_t w) { packed[i * HEIGHT + r] = w; });
+  }
 }
 
 // [words][2][VL]: two times VL outputs, or VL of w and the same VL of up. The last row stands in for rows that are not there.
@@ -274,11 +284,22 @@ void block_typed(const Linear& c, const uint32_t* x, const uint32_t* w, int64_t 
     }
   }
   const T* bias = c.bias ? static_cast<const T*>(c.bias) + n0 : nullptr;
+  T* y = static_cast<T*>(c.y) + t0 * c.stride + n0;
+  if (rows == HEIGHT && n == (c.up ? VL : 2 * VL) && !bias) {  // straight from the registers
+#pragma GCC unroll 12
+    for (int r = 0; r < HEIGHT; r++, y += c.stride) {
+      if (c.up)
+        put(y, activate(acc[r][0], c.activation) * acc[r][1]);
+      else
+        put(y, acc[r][0]), put(y + VL, acc[r][1]);
+    }
+    return;
+  }
   alignas(64) float sums[2 * VL];
-  for (int r = 0; r < rows; r++) {
+  for (int r = 0; r < rows; r++, y += c.stride) {
     if (c.up) acc[r][0] = activate(acc[r][0], c.activation) * acc[r][1];
     store(sums, acc[r][0]), store(sums + VL, acc[r][1]);
-    write(static_cast<T*>(c.y) + (t0 + r) * c.stride + n0, sums, bias, n);
+    write(y, sums, bias, n);
   }
 }
 
