@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: a test never needs the network
 os.environ["WANDB_MODE"] = "disabled"
+os.environ.setdefault("GOMP_SPINCOUNT", "100")  # before torch: several workers share the cores, a waiting thread must let go
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is first imported: its own functions are wrapped at import
 
 import random
