@@ -36,6 +36,12 @@ def _sweep() -> str:
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
 
 
+def plain(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with `tasks=...` as `task.names=...`: conf/tasks holds lm-eval's files, but Hydra takes every folder of
+    conf/ for a group, and `tasks=[a,b]` for a choice of its options."""
+    return [f"task.names={a.removeprefix('tasks=')}" if a.startswith("tasks=") else a for a in arguments]
+
+
 class Once(logging.Filter):
     """Lets each warning through once: every engine of a comparison repeats it."""
 
@@ -59,7 +65,7 @@ def header(file: Path) -> tuple[str, str]:
 
 def groups(conf: Path) -> dict[str, list[str]]:
     """Group name -> option names."""
-    folders = sorted(p for p in conf.iterdir() if p.is_dir() and p.name != "hydra")
+    folders = sorted(p for p in conf.iterdir() if p.is_dir() and p.name not in ("hydra", "tasks"))
     return {folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in folders}
 
 

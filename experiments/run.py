@@ -96,8 +96,7 @@ def _refuse(error: Exception, code: int, config: str = "config") -> int:
 
 def main(arguments: Iterable[str] | None = None, config: str = "config") -> int:
     """Run the command line; returns the exit code. Raises what is a bug. config: the file of conf/ it all starts from."""
-    if arguments is not None:
-        sys.argv[1:] = list(arguments)
+    sys.argv[1:] = cli.plain(sys.argv[1:] if arguments is None else list(arguments))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing its own report, so that we can word it
     cli.register_resolvers(CONF)
     _codes.clear()

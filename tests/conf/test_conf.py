@@ -34,7 +34,7 @@ from qkv.validate import from_mapping
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = cli.groups(CONF)
-FILES = sorted(CONF.rglob("*.yaml"))
+FILES = sorted(CONF.rglob("*.yaml"))  # those of tasks/ are lm-eval's, and no group
 REGISTRIES: dict[str, Registry[Any]] = {
     "quantizer": QUANTIZERS,
     "allocator": ALLOCATORS,
