@@ -22,6 +22,7 @@ from qkv.config import EngineConfig
 from qkv.errors import ConfigError
 from qkv.intake import Intake
 from qkv.layout import HeadFormat, LayerShape
+from qkv.metrics.reads import CountReads
 from qkv.metrics.recorder import Recorder
 from qkv.models import LoadedModel
 from qkv.policies.allocator.base import ALLOCATORS, BlockAllocator
@@ -145,12 +146,11 @@ def _assemble(
     runner = Runner(
         adapter,
         backend,
-        frame.scheduler.recorder,
+        CountReads(frame.scheduler.recorder, formats, B, config.attention.reads),
         block_size=B,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
         max_blocks=max(min(-(-frame.intake.max_model_len // B), frame.pool.num_blocks), policies.allocator.blocks_for(1)),
-        reads=config.attention.reads,
         deterministic=config.runner.deterministic,
         cuda_graphs=config.runner.cuda_graphs,
     )

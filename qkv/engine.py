@@ -232,11 +232,15 @@ class Engine:
             yield self._loop.output(request)
 
     def score(
-        self, token_lists: Sequence[Prompt], first: int = 1, on_logits: OnLogits | None = None, progress: bool = False
+        self,
+        token_lists: Sequence[Prompt],
+        first: int | Sequence[int] = 1,
+        on_logits: OnLogits | None = None,
+        progress: bool = False,
     ) -> list[Score]:
         """Log-probabilities of given tokens, read through the cache like any generation (teacher-forced, in chunks).
 
-        first: the first token to score; positions before it may come from the prefix cache.
+        first: the first token to score, of all lists or of each; positions before it may come from the prefix cache.
         on_logits(index in token_lists, start, logits [n, V]): row i predicts token start + i. Called as chunks come, each
         position exactly once, so nothing of size T x V is kept. Raises RequestError before anything runs.
         """
@@ -255,8 +259,14 @@ class Engine:
             return take
 
         try:
-            for index, tokens in enumerate([self.intake.scoring_tokens(t, first) for t in token_lists]):
-                request = self.intake.add_scoring(tokens, first, self.clock())
+            firsts = [first] * len(token_lists) if isinstance(first, int) else list(first)
+            if len(firsts) != len(token_lists):
+                raise ConfigError(
+                    f"{len(token_lists)} token lists but {len(firsts)} values of first; give one for all, or one each"
+                )
+            checked = [self.intake.scoring_tokens(t, f) for t, f in zip(token_lists, firsts, strict=True)]
+            for index, (tokens, begin) in enumerate(zip(checked, firsts, strict=True)):
+                request = self.intake.add_scoring(tokens, begin, self.clock())
                 requests.append(request)
                 self._loop.receivers[request.id] = receive(index)
             with _bar(len(requests), progress) as bar:

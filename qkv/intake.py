@@ -61,9 +61,11 @@ class Intake:
         tokens = self.tokens(prompt)
         if not 1 <= first < len(tokens):
             raise RequestError(f"first={first} is not allowed for {len(tokens)} tokens; it must be 1 to {len(tokens) - 1}")
-        if len(tokens) > min(self.max_model_len, self.pool_tokens + 1):
+        limit = min(self.max_model_len, self.pool_tokens) + 1  # the last token is predicted, and never stored
+        if len(tokens) > limit:
             raise RequestError(
-                f"{len(tokens)} tokens to score; the model takes {self.max_model_len}, the KV pool holds {self.pool_tokens}"
+                f"{len(tokens)} tokens to score, above {limit}: the model takes {self.max_model_len}, the KV pool holds "
+                f"{self.pool_tokens}, and the last one is only predicted"
             )
         return tokens
 

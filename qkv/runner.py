@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from qkv.attention.base import AttentionBackend, Observer, Reads, StepContext
+from qkv.attention.base import AttentionBackend, Observer, StepContext
 from qkv.graphs import DecodeGraphs
 from qkv.layout import AttentionMetadata
-from qkv.metrics.recorder import Recorder
+from qkv.metrics.reads import CountReads
 from qkv.types import Request, StepPlan
 
 if TYPE_CHECKING:
@@ -47,16 +47,15 @@ class Runner:
         self,
         adapter: "HFAdapter",
         backend: AttentionBackend,
-        recorder: Recorder,
+        count_reads: CountReads,
         block_size: int,
         max_num_seqs: int,
         max_num_tokens: int,
         max_blocks: int,
-        reads: Reads,
         deterministic: bool,
         cuda_graphs: bool = False,
     ) -> None:
-        self.adapter, self.backend, self.recorder, self.reads = adapter, backend, recorder, reads
+        self.adapter, self.backend, self.count_reads = adapter, backend, count_reads
         self.block_size = block_size
         self.row_multiple = DETERMINISTIC_ROWS if deterministic else 1
         self.observer: Observer | None = None
@@ -161,7 +160,7 @@ class Runner:
             starts.append(at)
             lens.append(end)
             table_rows.append(row)
-            self._count_pairs(n, end)
+            self.count_reads(start, end)
         padded = max(self.adapter.min_rows, -(-at // self.row_multiple) * self.row_multiple)
         ids[at:padded], positions[at:padded], slots[at:padded] = 0, 0, -1
         R, M = len(chunks), -(-max(lens) // B)
@@ -221,13 +220,6 @@ class Runner:
             index = [0]  # nothing is wanted, but a model call needs a row
         index += index[-1:] * (-len(index) % self.row_multiple)
         return index, scored
-
-    def _count_pairs(self, queries: int, keys: int) -> None:
-        """(query, key) pairs under the causal mask; with reads=raw the pairs within the call did not come from the cache."""
-        earlier = queries * (keys - queries)
-        fresh = queries * (queries + 1) // 2
-        self.recorder.pairs_attended += earlier + fresh
-        self.recorder.pairs_from_cache += earlier + (fresh if self.reads == "cache" else 0)
 
 
 class _Buffer:

@@ -32,7 +32,7 @@ class Recorder:
     mixed_prefill_tokens: int = 0
     mixed_decode_tokens: int = 0
     pairs_attended: int = 0  # (query, key) pairs under the causal mask
-    pairs_from_cache: int = 0  # of those, pairs whose key was read as stored
+    pairs_from_cache: float = 0.0  # of those, pairs whose key was read as stored, as a mean over heads, layers, K and V
 
     requests_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
     finished_tokens: int = 0  # in the cache for running requests that ended

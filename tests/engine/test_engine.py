@@ -119,6 +119,21 @@ def test_scores_equal_the_models_own_log_probabilities() -> None:
     assert torch.equal(score.greedy_match, logits[:-1].argmax(-1) == torch.tensor(ids[1:]))
 
 
+def test_each_list_has_its_own_first_token_and_may_end_one_past_the_models_limit() -> None:
+    """The last token is predicted and never fed, so a model of 60 positions scores 61 tokens."""
+    lists = [tokens(5, 61), tokens(6, 30)]
+    with make(max_model_len=60) as engine:
+        whole = engine.score(lists)
+        parts = engine.score(lists, first=[60, 7])
+        for score, part in zip(whole, parts, strict=True):
+            torch.testing.assert_close(part.logprobs, score.logprobs[-len(part.logprobs) :], rtol=0, atol=1e-5)
+        assert [len(p.logprobs) for p in parts] == [1, 23]
+        with pytest.raises(RequestError, match="62 tokens to score, above 61"):
+            engine.score([tokens(5, 62)])
+        with pytest.raises(ConfigError, match="2 token lists but 1 values of first"):
+            engine.score(lists, first=[1])
+
+
 def test_bad_requests_get_one_message_each_and_others_finish() -> None:
     with make(num_blocks=1 + 8, max_model_len=120, tokenizer=_Letters()) as engine:
         bad: list[Any] = [[], [5, VOCAB], tokens(0, 119), tokens(0, 130), [-1]]

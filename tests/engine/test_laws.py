@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from qkv.layout import HeadFormat, KVFormat
+from qkv.metrics.reads import CountReads
+from qkv.metrics.recorder import Recorder
 from qkv.policies.evictor.base import EVICTORS
 from qkv.policies.preemptor.base import PREEMPTORS
 from qkv.policies.quantizer.base import QUANTIZERS
@@ -245,6 +248,32 @@ def test_law2_the_fraction_read_from_the_cache_is_reported() -> None:
         fraction = engine.metrics()["fraction_read_from_cache"]
         assert 0 < fraction < 1
         assert engine.metrics()["attention"]["reads"] == "raw"
+
+
+@pytest.mark.parametrize("reads", ["cache", "raw"])
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+@pytest.mark.parametrize(("tail_blocks", "sinks"), [(None, 0), (None, 4), (0, 0), (0, 4), (2, 3)])
+def test_law2_raw_tails_and_sinks_do_not_count_as_read_from_the_cache(
+    tail_blocks: int | None, sinks: int, chunk: int, reads: Any
+) -> None:
+    """Counted pair by pair, for a layer whose K keeps raw rows and whose V keeps none."""
+    B, T, recorder = 8, 61, Recorder()
+    unit = "token" if tail_blocks is None else "block"
+    k = KVFormat(4, torch.uint8, "token", zero="float", unit=unit, tail_blocks=tail_blocks or 0, sink_tokens=sinks)
+    v = KVFormat(8, torch.int8, "token")
+    count = CountReads(recorder, [[HeadFormat(range(2), k, v)]], B, reads)
+    stored = dict.fromkeys("kv", 0)
+    for start in range(0, T, chunk):
+        end = min(T, start + chunk)
+        count(start, end)
+        for query in range(start, end):
+            for key in range(query + 1):
+                fresh = reads == "raw" and key >= start
+                in_tail = tail_blocks is not None and key // B >= query // B - tail_blocks
+                stored["v"] += not fresh
+                stored["k"] += not (fresh or in_tail or key < sinks)
+    assert recorder.pairs_attended == T * (T + 1) // 2
+    assert recorder.pairs_from_cache == sum(stored.values()) / 2
 
 
 @pytest.mark.parametrize("quantizer", ["int8_token", "kivi", "protected"])
