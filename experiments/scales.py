@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from calibration.collect import Collector, calibrate
-from calibration.data import windows
+from calibration.data import DataSource, windows
 from experiments import measure
 from experiments.base import Run
 from experiments.table import console
+from qkv.config import EngineConfig
 from qkv.errors import ScaleError
 from qkv.layout import LayerShape
 from qkv.models import LoadedModel
@@ -34,16 +35,24 @@ def provide(
         return file, str(run.engine.scales)
     if not quantizer.needs_scales:
         return None, None
+    file, origin = in_memory(run.engine, loaded, quantizer, run.data, documents, tokens, skip)
+    console().print(f"{quantizer.name}: no scale file given for it, {origin}")
+    return file, origin
+
+
+def in_memory(
+    config: EngineConfig, loaded: LoadedModel, quantizer: Quantizer, data: DataSource, documents: int, tokens: int, skip: int = 0
+) -> tuple[ScaleFile, str]:
+    """Scales from `documents` windows of `tokens` tokens, after the first `skip`; and where they come from, in words. Raises
+    ConfigError (too little text)."""
     # One token less than the windows have: running a document asks for one new token.
-    text = [window[:-1] for window in windows(run.data, loaded.tokenizer, documents, tokens, run.engine.seed, skip)]
-    engine = measure.engine(measure.single_document(run.engine, tokens), loaded, "none")
+    text = [window[:-1] for window in windows(data, loaded.tokenizer, documents, tokens, config.seed, skip)]
+    engine = measure.engine(measure.single_document(config, tokens), loaded, "none")
     try:
         file = calibrate(engine, text, quantizer)
     finally:
         engine.close()
-    origin = f"calibrated in memory: {documents} documents, {sum(map(len, text)):,} tokens of {run.data.name}"
-    console().print(f"{quantizer.name}: no scale file given for it, {origin}")
-    return file, origin
+    return file, f"calibrated in memory: {documents} documents, {sum(map(len, text)):,} tokens of {data.name}"
 
 
 def given(run: Run) -> ScaleFile | None:
