@@ -37,7 +37,7 @@ class Code:
     stack_bytes: int
     shared_bytes: int
     instructions: list[Instruction]
-    loops: list[list[Instruction]]  # bodies of innermost loops that hold a matrix instruction
+    loops: list[list[Instruction]]  # bodies of innermost loops: those with a matrix instruction where there are any
 
     @property
     def load_widths(self) -> list[int]:
@@ -106,7 +106,7 @@ def _loops(instructions: list[Instruction], jumps: list[tuple[int, int]]) -> lis
         for a, b in back
         if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in back)
     ]
-    return [body for body in bodies if any(_is_matrix(i.name) for i in body)]
+    return [body for body in bodies if any(_is_matrix(i.name) for i in body)] or bodies
 
 
 def _is_matrix(name: str) -> bool:

@@ -48,6 +48,7 @@ DECODES += [
     Shape(64, 8192, heads=16, head_dim=256),
 ]
 DECODES += [Shape(1, 2048), Shape(16, 2048), Shape(256, 8192), Shape(64, 8192, block_size=64), Shape(64, 32768)]
+DECODES += [Shape(256, 32768)]
 EXTENDS = [(Shape(1, 8192), 8192), (Shape(4, 2048), 2048), (Shape(1, 8192), 512), (Shape(1, 32768), 2048)]
 MEMORY_SHARE = 0.6  # of the GPU's memory that one case may take
 
@@ -120,6 +121,26 @@ def _differences(pool: Pool, want: Pool) -> Iterator[tuple[str, str]]:
                 yield side, part
 
 
+def verdicts(kernels: list[dict[str, Any]], shape: str) -> Iterator[tuple[str, float, float, bool]]:
+    """(what, value, wanted, whether at least that is wanted) of every target whose parts are in the record's kernel rows."""
+    seconds = {(k["op"], k["backend"], k["format"], k["shape"], k.get("new")): k["seconds"] for k in kernels}
+    decoded = {k["format"]: k for k in kernels if (k["op"], k["backend"], k["shape"]) == ("decode", "triton", shape)}
+    for name, wanted in (("bf16", 0.85), ("int8", 0.75)):
+        if (fraction := decoded.get(name, {}).get("fraction_of_copy_bandwidth")) is not None:
+            yield f"decode {name}, of copy bandwidth", fraction, wanted, True
+    for name, wanted in (("int8", 1.7), ("fp8_e4m3", 1.7), ("int4", 2.6)):
+        if (times := decoded.get(name, {}).get("speedup_vs_bf16")) is not None:
+            yield f"decode {name}, times bf16", times, wanted, True
+    stored, read = (seconds.get((op, "triton", "int8", shape, None)) for op in ("append", "decode"))
+    if stored and read:
+        yield "append int8, of decode", stored / read, 0.03, False
+    for (op, backend, _, prompts, new), flash in seconds.items():
+        for name, wanted in (("bf16", 0.6), ("int8", 0.5)):
+            mine = seconds.get(("extend", "triton", name, prompts, new))
+            if (op, backend) == ("extend", "sdpa") and mine:
+                yield f"extend {name} {prompts}, of sdpa", flash / mine, wanted, True
+
+
 class Check:
     """The parts of the check, a deadline, and the record they fill."""
 
@@ -150,7 +171,21 @@ class Check:
         self.extend([] if self.smoke else EXTENDS[2:])
         if not self.smoke:
             self.baselines(shapes[:1], slow=True)
+        self.targets(shapes[0])
         return wrong
+
+    def targets(self, shape: Shape) -> None:
+        """What the kernels are meant to reach, and whether they did, of what was measured."""
+        kernels = [row["kernel"] for row in self.record.data["rows"] if "kernel" in row]
+        for what, value, wanted, least in verdicts(kernels, str(shape)):
+            met = (value >= wanted) == least
+            self.record.data.setdefault("targets", {})[what] = {"value": value, "wanted": wanted, "met": met}
+            self._say(
+                "target",
+                what,
+                "",
+                f"{value:.2f}, wanted {'at least' if least else 'below'} {wanted}: {'met' if met else 'missed'}",
+            )
 
     def correctness(self, names: list[str]) -> int:
         """Formats in processes of their own: compiling is what takes time."""
@@ -243,7 +278,8 @@ class Check:
                     self._say("extend", name, f"{shape} last {new}", f"{s * 1e3:,.2f} ms, {flops / s / 1e12:,.0f} TFLOP/s")
 
     def model(self) -> None:
-        """Random weights of a real shape, end to end, with the same memory for every quantizer's cache."""
+        """Random weights of a real shape, end to end, with the same memory for every quantizer's cache: two thirds of what the
+        requests need unquantized, so that a smaller cache is also a larger batch."""
         from qkv.engine import Engine
         from qkv.types import SamplingParams
 
@@ -258,7 +294,7 @@ class Check:
                 if loaded is None:
                     dtype: Literal["bfloat16", "float32"] = "bfloat16" if self.device.type == "cuda" else "float32"
                     loaded = load_model(ModelConfig(name=name, dtype=dtype, device=str(self.device)))
-                memory = "8MiB" if self.smoke else "8GiB"
+                memory = "8MiB" if self.smoke else "3GiB"
                 with Engine.create(
                     loaded, quantizer=quantizer, memory_bytes=memory, max_num_seqs=n, enable_prefix_caching=False
                 ) as engine:

@@ -112,7 +112,9 @@ def choose_backend(
             why = f"{candidate}: auto" + (f" ({'; '.join(reasons)})" if reasons else "")
             return backend, why
         reasons.append(f"{candidate}: {reason or 'attention.allow_reference is false'}")
-    raise ConfigError("no attention backend runs this configuration: " + "; ".join(reasons))
+    raise ConfigError(
+        "no attention backend runs this configuration: " + "; ".join(reasons) + ". attention.allow_reference=true runs it unfused"
+    )
 
 
 @dataclass

@@ -37,11 +37,44 @@ def test_decode_of_quantized_pages_is_wide_and_stays_in_registers(tmp_path: Path
         assert row["headroom"] > 1  # reading takes longer than issuing
 
 
+JUDGED = """
+import dataclasses, json, sys
+from collections import Counter
+from experiments import _machine_code as machine_code, compile_kernels as check
+
+def wrong(launch, **changes):
+    code = machine_code.read(launch.compile(check._target("sm_90")), "sm_90")
+    return check._row("decode", "int8", "sm_90", 64, 16, launch, dataclasses.replace(code, **changes))["wrong"]
+
+good = check.CompileKernels()._launches("decode", "int8", "sm_90", 64, 16)[0]
+few_registers = good._replace(options=good.options | {"maxnreg": 48})
+K = good.constants["K"]
+rows_68_bytes_apart = dataclasses.replace(K, codes=(*K.codes[:2], 68))
+narrow = good._replace(constants=good.constants | {"K": rows_68_bytes_apart})
+print(json.dumps([wrong(good), wrong(few_registers), wrong(narrow), wrong(good, instructions=[])]))
+"""
+
+
+def test_a_spill_a_narrow_load_and_a_missing_matrix_instruction_are_found(tmp_path: Path) -> None:
+    """In kernels compiled to be bad: with a quarter of the registers, and over rows that are not aligned."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", JUDGED], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    good, spill, narrow, scalar = json.loads(done.stdout)
+    assert good == ""
+    assert spill.startswith("spills ")
+    assert narrow == "loads codes 4 bytes at a time, not 8"
+    assert scalar == "no matrix instruction"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", GPUS)
 def test_every_op_on_every_architecture(tmp_path: Path, arch: str) -> None:
-    rows = compiled(tmp_path, f"archs=[{arch}]", "formats=[bf16,fp8_e4m3,int8,int8_zero,int4,int4_token]")
+    rows = compiled(tmp_path, f"archs=[{arch}]", "formats=[all]")
     assert {r["op"] for r in rows} == {"append", "decode", "reduce", "extend"}
+    assert {r["format"] for r in rows} == set(compile_kernels.COMPILED)
 
 
 @pytest.mark.slow

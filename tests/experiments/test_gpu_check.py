@@ -74,6 +74,28 @@ def test_bytes_and_operations_of_a_shape() -> None:
     assert bench.attention_flops(bench.Shape(1, 10), 10) == 4 * 32 * 128 * 55
 
 
+def test_targets_are_judged_by_what_was_measured() -> None:
+    def row(op: str, fmt: str, s: float, backend: str = "triton", shape: str = "a", **more: float) -> dict[str, object]:
+        return {"op": op, "format": fmt, "backend": backend, "shape": shape, "seconds": s} | more
+
+    rows = [
+        row("decode", "bf16", 1.0, fraction_of_copy_bandwidth=0.9),
+        row("decode", "int8", 0.5, fraction_of_copy_bandwidth=0.7, speedup_vs_bf16=2.0),
+        row("append", "int8", 0.01),
+        row("extend", "int8", 4.0, shape="p", new=9),
+        row("extend", "int8", 9.0, shape="p", new=2),
+        row("extend", "bf16", 3.0, backend="sdpa", shape="p", new=9),
+    ]
+    assert list(gpu_check.verdicts(rows, "a")) == [
+        ("decode bf16, of copy bandwidth", 0.9, 0.85, True),
+        ("decode int8, of copy bandwidth", 0.7, 0.75, True),
+        ("decode int8, times bf16", 2.0, 1.7, True),
+        ("append int8, of decode", 0.02, 0.03, False),
+        ("extend int8 p, of sdpa", 0.75, 0.5, True),
+    ]
+    assert list(gpu_check.verdicts([], "a")) == []
+
+
 @pytest.mark.slow
 def test_every_part_runs(tmp_path: Path) -> None:
     done = python("-m", "experiments.gpu_check", "--smoke", "--out", str(tmp_path))

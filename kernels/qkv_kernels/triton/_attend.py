@@ -16,7 +16,7 @@ online maximum is taken over score + e. Online softmax: Milakov and Gimelshein 2
 import triton
 import triton.language as tl
 
-from qkv_kernels.triton._tiles import load_keys, load_rows, load_static, values
+from qkv_kernels.triton._tiles import load_keys, load_rows, load_static, row_at, values
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -76,19 +76,19 @@ def scan(
         else:
             page = tl.load(table + j // K.B, mask=keep, other=0).to(tl.int64)
             within = j % K.B
-        row = page * K.codes[0] + (head * K.codes[1] + within * K.codes[2])
+        row = row_at(page, head, within, K.codes, K.far)
         k_stored = load_rows(k_codes, row, keep, MASKED, K.width, K.lanes)
-        row = page * V.codes[0] + (head * V.codes[1] + within * V.codes[2])
+        row = row_at(page, head, within, V.codes, V.far)
         v_stored = load_rows(v_codes, row, keep, MASKED, V.width, V.lanes)
         k_scale_row, k_zero_row, v_scale_row, v_zero_row = page, page, page, page
         if K.scale == "token" or K.scale == "group":
-            k_scale_row = page * K.scales[0] + (head * K.scales[1] + within * K.scales[2])
+            k_scale_row = row_at(page, head, within, K.scales, K.far)
             if K.zero != "none":
-                k_zero_row = page * K.zeros[0] + (head * K.zeros[1] + within * K.zeros[2])
+                k_zero_row = row_at(page, head, within, K.zeros, K.far)
         if V.scale == "token" or V.scale == "group":
-            v_scale_row = page * V.scales[0] + (head * V.scales[1] + within * V.scales[2])
+            v_scale_row = row_at(page, head, within, V.scales, V.far)
             if V.zero != "none":
-                v_zero_row = page * V.zeros[0] + (head * V.zeros[1] + within * V.zeros[2])
+                v_zero_row = row_at(page, head, within, V.zeros, V.far)
 
         k = values(k_stored, k_scale, k_zero, k_scale_row, k_zero_row, keep, 0, K, P.mat_k, True, MASKED)
         score = tl.dot(q_low, tl.trans(k), input_precision="ieee")

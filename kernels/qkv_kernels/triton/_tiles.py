@@ -12,6 +12,14 @@ MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting rounds |x
 
 
 @triton.jit
+def row_at(page, head, within, STRIDES: tl.constexpr, FAR: tl.constexpr):
+    """Where rows begin in a plane. Pages are int64; heads are int32, which takes fewer registers, unless they lie FAR apart."""
+    if FAR:
+        head = head.to(tl.int64)
+    return page * STRIDES[0] + (head * STRIDES[1] + within * STRIDES[2])
+
+
+@triton.jit
 def load_rows(base, row, keep, MASKED: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr):
     """[keys, LANES] elements at base + row[:, None] + channel; 0 where not kept or past WIDTH."""
     c = tl.arange(0, LANES)

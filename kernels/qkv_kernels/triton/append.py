@@ -56,7 +56,7 @@ def append_kernel(
     slots, T, k_stride_t, k_stride_h, v_stride_t, v_stride_h, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, h): rows i * ROWS ... of kv head h."""
-    t, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    t, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + t, mask=t < T, other=-1)
     store_side(k + t * k_stride_t + head * k_stride_h, slot, head, k_codes, k_scale, k_zero, k_static_scale, k_static_zero, K)
     store_side(v + t * v_stride_t + head * v_stride_h, slot, head, v_codes, v_scale, v_zero, v_static_scale, v_static_zero, V)
@@ -151,7 +151,7 @@ def scatter_kernel(
     plane, rows, slots, stride_n, stride_h, stride_b, B: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Program (t, h): one row of one head."""
-    t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    t, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     c = tl.arange(0, LANES)
     slot = tl.load(slots + t) + tl.zeros([LANES], tl.int64)
     keep = (c < WIDTH) & (slot >= B)

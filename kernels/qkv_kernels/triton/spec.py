@@ -31,6 +31,7 @@ class Side:
     static_scales: tuple[int, int] = (0, 0)
     static_zeros: tuple[int, int] = (0, 0)
     convert: Literal["plain", "packed", "fp8"] = "plain"  # how codes are widened; fp8: packed, with the e4m3 instruction
+    far: bool = False  # the heads of a page lie beyond what 32 bits address
 
     @property
     def kind(self) -> Literal["raw", "int8", "int4", "e4m3", "e5m2"]:
@@ -167,6 +168,7 @@ def side(plane: Plane, D: int, name: str, arch: str) -> Side:
         static_strides(plane.static_scale),
         static_strides(plane.static_zero),
         _conversion(arch),
+        (H - 1) * plane.codes.stride(1) + B * plane.codes.stride(2) >= 2**31,
     )
 
 

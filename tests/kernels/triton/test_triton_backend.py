@@ -6,12 +6,16 @@ import torch
 from qkv.attention.base import choose_backend
 from qkv.attention.triton import TritonBackend
 from qkv.errors import ConfigError
-from qkv.layout import HeadFormat, KVFormat
+from qkv.layout import AttentionMetadata, HeadFormat, KVFormat
 from qkv.types import SamplingParams
+from qkv_kernels.reference.attend import Plane
 from tests.engine.support import make, scales, tokens
 from tests.kernels.paged import Paged, shape
 
 pytest.importorskip("triton", reason="triton is not installed")
+from qkv_kernels.triton import tuning
+from qkv_kernels.triton.launch import Launch
+
 pytestmark = pytest.mark.interpreter
 
 CPU = torch.device("cpu")
@@ -74,6 +78,38 @@ def test_mixed_steps_store_the_same_bytes_and_attend_to_them(quantizer: object) 
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for a, b in zip(fused.store.planes(0)[0].tensors, reference.store.planes(0)[0].tensors, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_nothing_of_a_step_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On meta tensors, which have no numbers to read: decodes and a chunk, launched up to the launch itself."""
+    layer = shape(H=2, G=4, Dk=64)
+    backend, launched = TritonBackend(), []
+    monkeypatch.setattr(tuning, "arch", lambda device: "sm_90")
+    monkeypatch.setattr(Launch, "run", lambda launch: launched.append(launch.kernel.__name__))
+    paged = Paged(layer, "int8", [40], backend=backend)
+    backend.bind(paged.store, paged.quantizer, [layer], "cache", False)
+
+    def meta(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    backend._planes = [
+        [(heads, *(Plane(p.fmt, *(t if t is None else t.to("meta") for t in p[1:])) for p in sides)) for heads, *sides in parts]
+        for parts in backend._planes
+    ]
+    step = AttentionMetadata(
+        block_table=meta(3, 5, of=torch.int32),
+        seq_lens=meta(3, of=torch.int32),
+        query_start=meta(4, of=torch.int32),
+        slots=meta(22, of=torch.int64),
+        positions=meta(22, of=torch.int64),
+        seq_lens_list=[3000, 7, 25],
+        query_start_list=[0, 1, 2, 22],
+        num_decodes=2,
+        block_size=8,
+    )
+    out = backend.attend(0, meta(22, 8, 64), meta(22, 2, 64), meta(22, 2, 64), step)
+    assert out.shape == (22, 8, 64)
+    assert launched == ["append_kernel", "decode_kernel", "reduce_kernel", "extend_kernel"]
 
 
 def test_a_custom_encoder_runs_in_python_and_is_read_fused(monkeypatch: pytest.MonkeyPatch) -> None:
