@@ -9,6 +9,7 @@ from qkv.attention.cpu import CpuBackend
 from qkv.layout import HeadFormat, LayerShape
 from qkv.policies.quantizer.none import NoneQuantizer
 from qkv_kernels import cpu
+from qkv_kernels.format import KVFormat
 from tests.kernels.formats import FORMATS, Stored
 from tests.kernels.paged import Paged, bound, shape
 from tests.kernels.test_reference_attend import LAYERS, mixed
@@ -82,6 +83,20 @@ def test_head_dims(name: str, D: int, isa: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         ours = paged(shape(Dk=D), Stored(FORMATS[name], FORMATS[name]), [70, 9], isa, dtype=dtype)
         check(ours, ours.run(mixed([70, 9], 40)))
+
+
+@isas
+@pytest.mark.parametrize("zero", ["none", "code", "float"])
+@pytest.mark.parametrize(
+    ("bits", "group", "D"), [(4, 32, 64), (4, 32, 256), (3, 64, 128), (2, 32, 128), (2, 64, 64), (4, 64, 192)]
+)
+def test_groups_of_channels(bits: int, group: int, D: int, zero: str, isa: str) -> None:
+    """Decoding folds the scales of groups of whole words into the weights; other groups are dequantized."""
+    fmt = KVFormat(bits, torch.uint8, "token_group", zero=zero, group=group)  # type: ignore[arg-type]
+    for dtype, block_size in ((torch.bfloat16, 8), (torch.float16, 100), (torch.float32, 16)):
+        layer = shape(G=3, Dk=D, window=70, softcap=9.0)
+        ours = paged(layer, Stored(fmt, fmt), [90, 9], isa, dtype=dtype, block_size=block_size)
+        check(ours, ours.run(mixed([90, 9], 40)))
 
 
 @pytest.mark.parametrize("G", range(1, 17))

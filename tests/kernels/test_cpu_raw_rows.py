@@ -79,6 +79,15 @@ def test_every_residue_of_the_length_and_of_a_chunk_modulo_the_block(names: tupl
     check(ours, [torch.cat(o) for o in outs])
 
 
+@pytest.mark.parametrize("block_size", [4, 6, 8, 32, 100])
+@pytest.mark.parametrize("name", ["int4-block-float", "int3-block-float", "int4-block-code-tail2", "int8-block-none-wide"])
+def test_scales_of_blocks_are_folded_into_the_query(name: str, block_size: int) -> None:
+    """Where a block is whole vectors of keys."""
+    for D, dtype in ((64, torch.bfloat16), (128, torch.float16), (192, torch.bfloat16)):
+        ours = paged(shape(G=5, Dk=D, window=150), stored_as((name, name)), [180, 9], dtype=dtype, block_size=block_size)
+        check(ours, ours.run(mixed([180, 9], 90)))
+
+
 @given(data=st.data())
 @settings(max_examples=40)
 def test_any_pair_of_formats_any_schedule_any_pages(data: st.DataObject) -> None:

@@ -170,43 +170,121 @@ INLINE void unfold(const Plane& V, int h, const Query& q, float* out) {
   if (V.rotate) hadamard(out, V.D);  // weighted sums of rotated values, rotated back once
 }
 
-struct Plan {  // what the formats of K and V ask for
+// What the formats of K and V ask for. Scales of groups and blocks touch single codes, so that rows are dequantized first;
+// but for one query it is less work to fold a block's K scales into q, and groups' V scales into the weights.
+struct Plan {
   KeyOps key{};
   ValueOps value{};
-  bool k_rows, v_rows;  // whether rows are dequantized first
-  explicit Plan(const Call& c) {
-    k_rows = !with_reader(c.K, c.dtype, [&](auto r) { key = key_ops<decltype(r)>(); });
-    v_rows = !with_reader(c.V, c.dtype, [&](auto r) { value = value_ops<decltype(r)>(); });
-    if (k_rows) key = key_ops<ReadF32>();
-    if (v_rows) value = value_ops<ReadF32>();
+  bool k_rows, v_rows;                         // whether rows are dequantized first
+  bool k_blocks = false, v_groups = false;     // whether scales are folded
+  explicit Plan(const Call& c, bool one_query) {
+    const Plane &K = c.K, &V = c.V;
+    k_rows = !with_reader(K, c.dtype, [&](auto r) { key = key_ops<decltype(r)>(); }) || K.scale == GROUP;
+    v_rows = !with_reader(V, c.dtype, [&](auto r) { value = value_ops<decltype(r)>(); }) || V.scale == BLOCK_CHANNEL;
+    if (!k_rows && K.scale == BLOCK_CHANNEL) k_blocks = one_query && c.B % 4 == 0, k_rows = !k_blocks;
+    if (!v_rows && V.scale == GROUP) {
+      const int n = V.D / V.group;
+      v_groups = one_query && value.accumulate_groups && V.group % 32 == 0 && n <= MAX_GROUPS && !(n & (n - 1)) &&
+                 V.s_token == n * (V.half_scale ? 2 : 4);
+      v_rows = !v_groups;
+    }
+    if (k_rows) with_rows(c.dtype, [&](auto r) { key = key_ops<decltype(r)>(); });
+    if (v_rows) with_rows(c.dtype, [&](auto r) { value = value_ops<decltype(r)>(); });
   }
 };
+
+// Dots of the queries q [G][D rounded up to VL, zeros] of kv head h with the keys of a tile, the scales and zeros of each block folded into q: x [G][TILE].
+INLINE void score_blocks(const Call& c, const KeyOps& key, const Tile& tile, int h, const float* q, Ahead ahead, char* prepared, float* x) {
+  const Plane& K = c.K;
+  const int D = K.D, stride = (D + VL - 1) / VL * VL, bytes = key.bytes(D);
+  float s[D + VL], z[D + VL], one[D + VL], factor[MAX_GROUP], bias[MAX_GROUP];
+  for (int r = 0; r < tile.count; r++) {
+    const Run& run = tile.runs[r];
+    const int64_t at = run.block * K.s_block + h * K.s_head;
+    scales_at(K, K.scales + at, D, s);
+    if (K.zero != NO_ZERO) scales_at(K, K.zeros + at, D, z);
+    for (int i = 0; i < VL; i++) s[D + i] = z[D + i] = 0.f;
+    for (int g = 0; g < c.G; g++) {
+      const float* from = K.zero == CODE_ZERO ? one : q + g * stride;  // of what zeros are multiplied with
+      VF sum = VF{};
+      for (int d = 0; d < D; d += VL) {
+        store(one + d, load<VF>(q + g * stride + d) * load<VF>(s + d));
+        if (K.zero != NO_ZERO) sum = madd(load<VF>(from + d), load<VF>(z + d), sum);
+      }
+      bias[g] = K.zero == CODE_ZERO ? -hsum(sum) : hsum(sum);
+      factor[g] = key.prepare(one, D, prepared + g * bytes);
+    }
+    const int t0 = run.begin & ~3, t1 = (run.end + 3) & ~3;
+    key.score(tile.k, ahead, h * K.head, prepared, c.G, D, t0, t1, x);
+    for (int g = 0; g < c.G; g++) {
+      float* w = x + g * TILE;
+      int t = t0;
+      for (; t + VL <= t1; t += VL) store(w + t, madd(load<VF>(w + t), splat(factor[g]), splat(bias[g])));
+      for (; t < t1; t++) w[t] = w[t] * factor[g] + bias[g];
+    }
+  }
+}
+
+struct GroupScales {  // of the keys of a tile: V's value = code * scale + zero
+  float scale[MAX_GROUPS * TILE], zero[MAX_GROUPS * TILE];
+};
+
+INLINE void load_groups(const Plane& V, const Tile& tile, int h, GroupScales& s) {
+  const int n = V.D / V.group * TILE;
+  group_scales(V, V.scales, tile, h, s.scale);
+  if (V.zero != NO_ZERO) group_scales(V, V.zeros, tile, h, s.zero);
+  for (int i = 0; V.zero == CODE_ZERO && i < n; i += VL) store(s.zero + i, -load<VF>(s.zero + i) * load<VF>(s.scale + i));
+}
+
+// Weights x [TILE] of one query head, times the scales of each group: packed [groups][G][TILE], factor [groups][G]; and their sums
+// with the groups' zeros, zero [groups] vectors.
+INLINE void weigh_groups(const Plane& V, const ValueOps& value, const GroupScales& s, const float* x, int G, float fade, char* packed, float* factor, VF* zero) {
+  const int n = V.D / V.group;
+  float scaled[TILE];
+  for (int i = 0; i < n; i++) {
+    VF sum = zero[i] * fade;
+    for (int t = 0; t < TILE; t += VL) {
+      const VF w = load<VF>(x + t);
+      sum = madd(w, load<VF>(s.zero + i * TILE + t), sum);
+      store(scaled + t, w * load<VF>(s.scale + i * TILE + t));
+    }
+    zero[i] = sum;
+    factor[i * G] = value.pack(scaled, TILE, packed + i * G * TILE * value.bytes);
+  }
+}
 
 void decode(const Call& call, const Unit& u) {
   static thread_local Arena arena;
   const Call c = as_seen(call, u.k_raw, u.v_raw);
   const Plane &K = c.K, &V = c.V;
-  const Plan plan(c);
+  const Plan plan(c, true);
   const int n = (u.h1 - u.h0) * c.G, q_bytes = plan.key.bytes(K.D), floats = plan.value.floats(V.D);
-  const int k_stride = (K.D + 15) & ~15, v_stride = (V.D + 15) & ~15;
-  arena.reset(size_t(n) * (q_bytes + floats * 4 + sizeof(Query)) + 2 * sizeof(Tile) + (8 + MAX_GROUP) * TILE * 4 +
-              MAX_GROUP * TILE * 4 + (TILE * (k_stride + v_stride) + 2 * VL) * 4 + (K.D + V.D) * 4 + 4096);
+  const int k_stride = (K.D + 15) & ~15, v_stride = (V.D + 15) & ~15, groups = plan.v_groups ? V.D / V.group : 1;
+  const int stride = (K.D + VL - 1) / VL * VL;  // of q as floats
+  arena.reset(size_t(n) * (q_bytes + floats * 4 + sizeof(Query) + stride * 4 + groups * sizeof(VF)) + 2 * sizeof(Tile) + sizeof(GroupScales) +
+              (8 + MAX_GROUP * (1 + groups)) * TILE * 4 + (TILE * (k_stride + v_stride) + 2 * VL) * 4 + 4096);
   char* q = arena.take<char>(n * q_bytes);
   float* acc = arena.take<float>(n * floats);
   Query* query = arena.take<Query>(n);
   Tile* tiles = arena.take<Tile>(2);
   float* scales = arena.take<float>(4 * TILE);
   float* x = arena.take<float>(MAX_GROUP * TILE);
-  char* packed = arena.take<char>(MAX_GROUP * TILE * 4);
+  char* packed = arena.take<char>(groups * MAX_GROUP * TILE * 4);
   float* k_rows = arena.take<float>(TILE * k_stride + VL);
   float* v_rows = arena.take<float>(TILE * v_stride + VL);
-  float* one = arena.take<float>(K.D + V.D);
+  float* plain = arena.take<float>(n * stride);
+  memset(plain, 0, n * stride * 4);
+  VF* zeros = arena.take<VF>(n * groups);
+  GroupScales& group = *arena.take<GroupScales>(1);
   memset(acc, 0, size_t(n) * floats * 4);
+  memset(zeros, 0, n * groups * sizeof(VF));
+  memset(group.zero, 0, sizeof group.zero);
   for (int i = 0; i < n; i++) {
+    float* one = plain + i * stride;
     load_row(c.q, c.dtype, u.row, u.h0 * c.G + i, K.D, one);
     if (K.rotate) hadamard(one, K.D);  // (R q) . (R k) = q . k, so keys are never rotated back
     fold(K, u.h0 + i / c.G, one, query[i]);
-    query[i].factor *= plan.key.prepare(one, K.D, q + i * q_bytes);
+    if (!plan.k_blocks) query[i].factor *= plan.key.prepare(one, K.D, q + i * q_bytes);
   }
 
   Tile *now = tiles, *then = tiles + 1;
@@ -223,21 +301,30 @@ void decode(const Call& call, const Unit& u) {
     for (int h = u.h0; h < u.h1; h++) {
       const KeyScales s = key_scales(c, tile, h, scales);
       const char *k_to[TILE], *v_to[TILE];
-      if (plan.k_rows) dequantize(K, tile.k, tile, h, k_rows, k_stride, k_to);
+      if (plan.k_rows) dequantize(K, c.dtype, tile.k, tile, h, k_rows, k_stride, k_to);
       const int i = (h - u.h0) * c.G;
-      float factor[MAX_GROUP], fade[MAX_GROUP];
+      float factor[MAX_GROUPS * MAX_GROUP], fade[MAX_GROUP];
       const Ahead values{tile.v, h * V.head, V.row_bytes()};
-      plan.key.score(plan.k_rows ? k_to : tile.k, values, plan.k_rows ? 0 : h * K.head,
-                     q + i * q_bytes, c.G, K.D, tile.t0 & ~3, (tile.t1 + 3) & ~3, x);
+      if (plan.k_blocks)
+        score_blocks(c, plan.key, tile, h, plain + i * stride, values, q, x);
+      else
+        plan.key.score(plan.k_rows ? k_to : tile.k, values, plan.k_rows ? 0 : h * K.head,
+                       q + i * q_bytes, c.G, K.D, tile.t0 & ~3, (tile.t1 + 3) & ~3, x);
+      if (plan.v_groups) load_groups(V, tile, h, group);
       for (int g = 0; g < c.G; g++) {
+        char* p = packed + g * TILE * plan.value.bytes;
         fade[g] = weigh(c, s, tile.t0, tile.t1, query[i + g], x + g * TILE);
-        factor[g] = plan.value.pack(x + g * TILE, TILE, packed + g * TILE * plan.value.bytes);
+        if (plan.v_groups)
+          weigh_groups(V, plan.value, group, x + g * TILE, c.G, fade[g], p, factor + g, zeros + (i + g) * groups);
+        else
+          factor[g] = plan.value.pack(x + g * TILE, TILE, p);
       }
-      if (plan.v_rows) dequantize(V, tile.v, tile, h, v_rows, v_stride, v_to);
+      if (plan.v_rows) dequantize(V, c.dtype, tile.v, tile, h, v_rows, v_stride, v_to);
       const bool last = h + 1 == u.h1;
       const Ahead keys{last ? then->k : tile.k, (last ? u.h0 : h + 1) * K.head, (last && !more) ? 0 : K.row_bytes()};
-      plan.value.accumulate(plan.v_rows ? v_to : tile.v, keys, plan.v_rows ? 0 : h * V.head,
-                            packed, c.G, V.D, tile.t0 & ~1, (tile.t1 + 1) & ~1, factor, fade, acc + i * floats);
+      const auto accumulate = plan.v_groups ? plan.value.accumulate_groups : plan.value.accumulate;
+      accumulate(plan.v_rows ? v_to : tile.v, keys, plan.v_rows ? 0 : h * V.head,
+                 packed, c.G, V.D, tile.t0 & ~1, (tile.t1 + 1) & ~1, factor, fade, acc + i * floats, V.group);
     }
     Tile* t = now;
     now = then, then = t;
@@ -245,6 +332,10 @@ void decode(const Call& call, const Unit& u) {
   for (int i = 0; i < n; i++) {
     float* part = u.part + size_t(i) * (2 + V.D);
     plan.value.unpermute(acc + i * floats, V.D, part + 2);
+    for (int d = 0; plan.v_groups && d < V.D; d += V.group) {
+      const float zero = hsum(zeros[i * groups + d / V.group]);
+      for (int j = d; j < d + V.group; j++) part[2 + j] += zero;
+    }
     unfold(V, u.h0 + i / c.G, query[i], part + 2);
     part[0] = query[i].best, part[1] = query[i].total;
   }

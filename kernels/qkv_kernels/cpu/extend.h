@@ -139,13 +139,15 @@ void all_outputs(const char* p, int n, int D, const char* values, const float* f
 }
 
 struct ExtendOps {
-  void (*pack_keys)(RowPointers, int64_t, int, char*, char*) = layout_keys<ReadF32>;
-  void (*scores)(const char*, int, int, const char*, float*) = all_scores<ReadF32>;
-  void (*pack_values)(RowPointers, int64_t, int, char*) = layout_values<ReadF32>;
-  void (*outputs)(const char*, int, int, const char*, const float*, const float*, float*) = all_outputs<ReadF32>;
-  explicit ExtendOps(const Call& c) {
-    with_reader(c.K, c.dtype, [&](auto r) { pack_keys = layout_keys<decltype(r)>, scores = all_scores<decltype(r)>; });
-    with_reader(c.V, c.dtype, [&](auto r) { pack_values = layout_values<decltype(r)>, outputs = all_outputs<decltype(r)>; });
+  void (*pack_keys)(RowPointers, int64_t, int, char*, char*);
+  void (*scores)(const char*, int, int, const char*, float*);
+  void (*pack_values)(RowPointers, int64_t, int, char*);
+  void (*outputs)(const char*, int, int, const char*, const float*, const float*, float*);
+  ExtendOps(const Call& c, const Plan& plan) {
+    const auto keys = [&](auto r) { pack_keys = layout_keys<decltype(r)>, scores = all_scores<decltype(r)>; };
+    const auto values = [&](auto r) { pack_values = layout_values<decltype(r)>, outputs = all_outputs<decltype(r)>; };
+    plan.k_rows ? with_rows(c.dtype, keys) : void(with_reader(c.K, c.dtype, keys));
+    plan.v_rows ? with_rows(c.dtype, values) : void(with_reader(c.V, c.dtype, values));
   }
 };
 
@@ -153,8 +155,8 @@ struct ExtendOps {
 void extend_segment(const Call& c, const Block& b, const Segment& segment, float* parts) {
   static thread_local Arena arena;
   const Plane &K = c.K, &V = c.V;
-  const Plan plan(c);
-  const ExtendOps ops(c);
+  const Plan plan(c, false);
+  const ExtendOps ops(c, plan);
   const int n = (b.r1 - b.r0) * c.G, q_bytes = plan.key.bytes(K.D), floats = plan.value.floats(V.D);
   const int k_stride = (K.D + 15) & ~15, v_stride = (V.D + 15) & ~15, k_packed = TILE * q_bytes;
   const int v_packed = TILE * floats * 4;  // at most
@@ -182,8 +184,8 @@ void extend_segment(const Call& c, const Block& b, const Segment& segment, float
     tile.find(c, b.request, start, segment.first, segment.last, b.h);
     const KeyScales s = key_scales(c, tile, b.h, scales);
     const char *k_to[TILE], *v_to[TILE];
-    if (plan.k_rows) dequantize(K, tile.k, tile, b.h, k_rows, k_stride, k_to);
-    if (plan.v_rows) dequantize(V, tile.v, tile, b.h, v_rows, v_stride, v_to);
+    if (plan.k_rows) dequantize(K, c.dtype, tile.k, tile, b.h, k_rows, k_stride, k_to);
+    if (plan.v_rows) dequantize(V, c.dtype, tile.v, tile, b.h, v_rows, v_stride, v_to);
     ops.pack_keys(plan.k_rows ? k_to : tile.k, plan.k_rows ? 0 : b.h * K.head, K.D, k_rows_packed, keys);
     ops.pack_values(plan.v_rows ? v_to : tile.v, plan.v_rows ? 0 : b.h * V.head, V.D, values);
     int from = 0;  // earlier rows see no key of this tile

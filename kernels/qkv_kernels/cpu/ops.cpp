@@ -268,7 +268,8 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList 
   const int32_t* start = c.starts;
   std::vector<std::pair<int, int>> rows;  // attended one by one
   std::vector<Block> blocks;
-  const int step = std::max(1, ROWS_TIMES_GROUP / c.G);
+  int step = std::max(1, ROWS_TIMES_GROUP / c.G);
+  if (c.tail_slots) step = (c.B - 1) / std::max(1, c.B / step) + 1;  // rows of one block see the same blocks raw: cut it evenly
   for (int r = 0; r < c.R; r++) {
     const int n = start[r + 1] - start[r];
     if (n == 1 || deterministic)
@@ -277,7 +278,7 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList 
       for (int row = start[r], end; row < start[r + 1]; row = end) {
         const int position = int(c.positions[row]);
         end = std::min(row + step, start[r + 1]);
-        if (c.tail_slots) end = std::min(end, row + c.B - position % c.B);  // rows of one block see the same blocks raw
+        if (c.tail_slots) end = std::min(end, row + c.B - position % c.B);
         Block block{row, end, r};
         block.count = segments(c, position, position + end - row - 1, block.segments);
         for (block.h = 0; block.h < c.H; block.h++) blocks.push_back(block);

@@ -98,9 +98,24 @@ INLINE void unpack_plane(const char* plane, int D, float weight, float offset, f
     }
 }
 
+#if VL == 16
+template <int BITS>
+INLINE void unpack_words(const char* row, int D, float* out) {  // where in_words()
+  for (int d = 0; d < D; d += 32) {
+    const __m256i x = packed_codes<BITS>(row, D, d);
+    store(out + d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(x))));
+    store(out + d + 16, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(x, 1))));
+  }
+}
+#endif
+
 // A row as numbers, without scales. Writes up to VL floats beyond D.
 INLINE void unpack(const Plane& p, const char* row, float* out) {
   const int D = p.D;
+#if VL == 16
+  if (p.code >= Code::I4 && in_words(p.code, D))
+    return p.code == Code::I4 ? unpack_words<4>(row, D, out) : p.code == Code::I3 ? unpack_words<3>(row, D, out) : unpack_words<2>(row, D, out);
+#endif
   switch (p.code) {
     case Code::I4: return unpack_plane<4, false>(row, D, 1.f, 8.f, out);
     case Code::I2: return unpack_plane<2, false>(row, D, 1.f, 2.f, out);
@@ -125,9 +140,16 @@ INLINE void scale_row(float* x, int n, float s, float z) {
   for (; d < n; d++) x[d] = x[d] * s + z;
 }
 
-// Rows of kv head h with the scales of their groups or block applied (token scales are not): rows of `stride` floats in `out`
-// [TILE * stride + VL], and pointers to them [TILE].
-INLINE void dequantize(const Plane& p, const char* const* rows, const Tile& tile, int h, float* out, int stride, const char** to) {
+// n floats, n <= stride, to bfloat16 in the same place.
+INLINE void narrow(float* x, int n) {
+#if VL == 16
+  for (int d = 0; d < n; d += VL) store((char*)x + 2 * d, (__m256i)_mm512_cvtneps_pbh(load<VF>(x + d)));
+#endif
+}
+
+// Rows of kv head h with the scales of their groups or block applied (token scales are not), as with_rows() reads them: rows of
+// `stride` floats in `out` [TILE * stride + VL], and pointers to them [TILE].
+INLINE void dequantize(const Plane& p, Code dtype, const char* const* rows, const Tile& tile, int h, float* out, int stride, const char** to) {
   const int n = p.scale == GROUP ? p.D / p.group : p.scale == BLOCK_CHANNEL ? p.D : 0;  // scales of a row, or of a block
   float s[n + VL], z[n + VL];
   for (int i = 0; i < n; i++) z[i] = 0.f;
@@ -146,11 +168,35 @@ INLINE void dequantize(const Plane& p, const char* const* rows, const Tile& tile
         for (int g = 0; g < n; g++) scale_row(x + g * p.group, p.group, s[g], z[g]);
       else
         for (int d = 0; d < n; d += VL) store(x + d, madd(load<VF>(x + d), load<VF>(s + d), load<VF>(z + d)));
+      if (VL == 16 && dtype == Code::BF16) narrow(x, p.D);
       to[t] = (const char*)x;
     }
   }
   for (int t = 0; t < TILE; t++)
     if (t < tile.t0 || t >= tile.t1) to[t] = to[tile.t0];
+}
+
+// Group scales (or, from `zeros`, zeros) of kv head h by group: out [groups][TILE], zero outside [t0, t1). Groups a power of two,
+// at most MAX_GROUPS; the scales of a page's rows are neighbours.
+constexpr int MAX_GROUPS = 8;
+INLINE void group_scales(const Plane& p, const char* plane, const Tile& tile, int h, float* out) {
+  const int n = p.D / p.group;
+  float x[MAX_GROUPS * TILE + VL];
+  for (int i = 0; i < n * TILE; i += VL) store(x + i, VF{});
+  for (int r = 0; r < tile.count; r++) {
+    const Run& run = tile.runs[r];
+    scales_at(p, plane + run.block * p.s_block + h * p.s_head + run.offset * p.s_token, (run.end - run.begin) * n, x + run.begin * n);
+  }
+  VF v[MAX_GROUPS], w[MAX_GROUPS];
+  VI even = 2 * lane_numbers();
+  for (int t = 0; t < TILE; t += VL) {
+    for (int i = 0; i < n; i++) v[i] = load<VF>(x + t * n + i * VL);
+    for (int step = 1; step < n; step *= 2) {  // each pass moves the lowest bit of the index (token, group) to the top
+      for (int i = 0; i < n / 2; i++) w[i] = pick(v[2 * i], v[2 * i + 1], even), w[n / 2 + i] = pick(v[2 * i], v[2 * i + 1], even + 1);
+      for (int i = 0; i < n; i++) v[i] = w[i];
+    }
+    for (int i = 0; i < n; i++) store(out + i * TILE + t, v[i]);
+  }
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // How codes become vectors: one small reader per code type and engine. A new code type is a new reader.
+// GROUPS: channels may have scales by groups of a multiple of 32, which then are part of accumulate()'s weights.
 //
 // An engine multiplies and adds. It works on chunks of channels: CHUNK channels are VECS vectors of keys, and 4
 // accumulators of VL floats of output. A reader loads one chunk of one row, zero beyond D.
@@ -37,7 +38,7 @@ struct Float {
 template <class R>
 struct FloatReader {  // R::get reads VL elements of R::BYTES bytes
   using Engine = Float;
-  static constexpr bool BYTE_LANES = false;
+  static constexpr bool BYTE_LANES = false, GROUPS = false;
   static FORCE void load(const char* row, int chunk, int D, VF* out) {
     for (int i = 0; i < 4; i++) {
       int d = chunk * Float::CHUNK + i * VL, n = D - d;
@@ -166,7 +167,7 @@ struct Bf16 : Pairs {
 template <class E>
 struct WordReader {  // channels in order
   using Engine = E;
-  static constexpr bool BYTE_LANES = false;
+  static constexpr bool BYTE_LANES = false, GROUPS = false;
 };
 
 INLINE uint64_t lanes(int n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }  // n >= 1
@@ -191,15 +192,39 @@ struct PairBF16 : WordReader<Bf16> {
   }
 };
 
-struct PairI4 : WordReader<Int16> {  // D a multiple of 64: every 32 channels are low nibbles or high nibbles
+// Whether every 32 channels of a packed row are a whole word, or as many whole runs as fit one.
+INLINE bool in_words(Code code, int D) { return code == Code::I4 ? D % 64 == 0 : D == 64 || D == 128 || D % 256 == 0; }
+
+// 32 codes from channel d on (a multiple of 32) of one plane of a packed row, in bytes.
+template <int WIDTH>
+INLINE __m256i plane_codes(const char* plane, int D, int d) {
+  const int run = D * WIDTH / 8;
+  int i = 0;  // d's run
+  for (int k = 1; k < 8 / WIDTH; k++) i += d >= k * run;
+  const __m256i shift = _mm256_set1_epi64x(i * WIDTH);
+  __m256i x;
+  if (run >= 32)
+    x = _mm256_srlv_epi64(load<__m256i>(plane + d - i * run), shift);
+  else if (run == 16)
+    x = _mm256_srlv_epi64(_mm256_broadcastsi128_si256(load<__m128i>(plane)), shift + _mm256_setr_epi64x(0, 0, WIDTH, WIDTH));
+  else
+    x = _mm256_srlv_epi64(_mm256_set1_epi64x(load<int64_t>(plane)), shift + _mm256_setr_epi64x(0, WIDTH, 2 * WIDTH, 3 * WIDTH));
+  return _mm256_and_si256(x, _mm256_set1_epi8((1 << WIDTH) - 1));
+}
+
+// 32 signed codes from channel d on.
+template <int BITS>
+INLINE __m256i packed_codes(const char* row, int D, int d) {
+  __m256i x = plane_codes<BITS == 3 ? 2 : BITS>(row, D, d);
+  if constexpr (BITS == 3) x = _mm256_or_si256(x, _mm256_slli_epi16(plane_codes<1>(row + D / 4, D, d), 2));
+  return _mm256_sub_epi8(x, _mm256_set1_epi8(1 << (BITS - 1)));
+}
+
+template <int BITS>
+struct PairPacked : WordReader<Int16> {  // where in_words()
+  static constexpr bool GROUPS = true;
   static FORCE void load(const char* row, int chunk, int D, __m512i* out) {
-    for (int u = 0; u < 2; u++) {
-      const int d = chunk * 64 + u * 32, half = D / 2;
-      __m256i x = qkv::load<__m256i>(row + (d < half ? d : d - half));
-      if (d >= half) x = _mm256_srli_epi16(x, 4);
-      x = _mm256_sub_epi8(_mm256_and_si256(x, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
-      out[u] = _mm512_cvtepi8_epi16(x);
-    }
+    for (int u = 0; u < 2; u++) out[u] = _mm512_cvtepi8_epi16(packed_codes<BITS>(row, D, chunk * 64 + u * 32));
   }
 };
 
@@ -220,7 +245,7 @@ struct Tables {
 template <int MANTISSA, int BIAS>
 struct PairFP8 {
   using Engine = Bf16;
-  static constexpr bool BYTE_LANES = true;
+  static constexpr bool BYTE_LANES = true, GROUPS = false;
   static constexpr int BYTES = 1;
   static FORCE void load(const char* row, int chunk, int D, __m512i* out) {
     const __m512i x = _mm512_maskz_loadu_epi8(lanes(D - chunk * 64), row + chunk * 64);

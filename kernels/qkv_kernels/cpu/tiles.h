@@ -30,6 +30,7 @@ template <class R>
 float prepare(const float* q, int D, char* out) {
   using E = typename R::Engine;
   const int n = chunks<E>(D) * E::CHUNK;
+  if (n == D && !R::BYTE_LANES) return E::pack(q, n, out);
   alignas(64) float padded[n];
   for (int i = 0; i < n; i++) padded[i] = i < D ? q[i] : 0.f;
   if (!R::BYTE_LANES) return E::pack(padded, n, out);
@@ -77,42 +78,52 @@ void score(RowPointers rows, Ahead ahead, int64_t at, const char* q, int n, int 
   }
 }
 
-template <class R, int N>
+struct Groups {  // of channels: how many weights one is from the next, and its channels
+  int64_t stride;
+  int channels;
+};
+
+template <class R, int N, bool GROUPED>
 void accumulate_n(RowPointers rows, Ahead ahead, int64_t at, const char* p, int D, int t0, int t1,
-                  const float* factor, const float* fade, float* out, int64_t out_stride) {
+                  const float* factor, const float* fade, float* out, int64_t out_stride, Groups groups) {
   using E = typename R::Engine;
   for (int c = 0; c < chunks<E>(D); c++) {
     typename E::Acc acc[N][4] = {};
+    int64_t at_half[2] = {};  // vectors that the weights of accumulators 0 and 1, and of 2 and 3, are away
+    if constexpr (GROUPED)
+      for (int u = 0; u < 2; u++) at_half[u] = (c * 64 + u * 32) / groups.channels * groups.stride;
     for (int t = t0; t < t1; t += E::STEP) {
       typename E::Vec value[4];
       ahead.step(t, E::STEP, c, chunks<E>(D));
       E::template values<R>(rows + t, at, c, D, value);
 #pragma GCC unroll 4
       for (int g = 0; g < N; g++) {
-        const typename E::Vec w = E::weight(p + (g * TILE + t) * E::BYTES);
+        const typename E::Vec w = E::weight(p + ((at_half[0] + g) * TILE + t) * E::BYTES);
+        const typename E::Vec w2 = GROUPED ? E::weight(p + ((at_half[1] + g) * TILE + t) * E::BYTES) : w;
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) acc[g][j] = E::dot(acc[g][j], w, value[j]);
+        for (int j = 0; j < 4; j++) acc[g][j] = E::dot(acc[g][j], j < 2 ? w : w2, value[j]);
       }
     }
     for (int g = 0; g < N; g++)
       for (int j = 0; j < 4; j++) {
         float* o = out + g * out_stride + (c * 4 + j) * VL;
-        store(o, madd(E::as_float(acc[g][j]), splat(factor[g]), load<VF>(o) * fade[g]));
+        store(o, madd(E::as_float(acc[g][j]), splat(factor[at_half[j / 2] + g]), load<VF>(o) * fade[g]));
       }
   }
 }
 
 // out[g] = out[g] * fade[g] + factor[g] * (p[g] . v), n queries, keys t0 to t1 (even) of the tile. p [n, TILE] packed by the
-// engine; out [n][chunks * 4 * VL] in the order of accumulators, see unpermute().
-template <class R>
+// engine; out [n][chunks * 4 * VL] in the order of accumulators, see unpermute(). GROUPED: p [groups][n, TILE] and factor
+// [groups][n], of each `channels` channels.
+template <class R, bool GROUPED>
 void accumulate(RowPointers rows, Ahead ahead, int64_t at, const char* p, int n, int D, int t0, int t1,
-                const float* factor, const float* fade, float* out) {
+                const float* factor, const float* fade, float* out, int channels) {
   using E = typename R::Engine;
   const int64_t stride = chunks<E>(D) * 4 * VL;
   for (int g = 0; g < n; g += 4, ahead.bytes = 0) {
-    const auto kernel =
-        n - g >= 4 ? accumulate_n<R, 4> : n - g == 3 ? accumulate_n<R, 3> : n - g == 2 ? accumulate_n<R, 2> : accumulate_n<R, 1>;
-    kernel(rows, ahead, at, p + g * TILE * E::BYTES, D, t0, t1, factor + g, fade + g, out + g * stride, stride);
+    const auto kernel = n - g >= 4 ? accumulate_n<R, 4, GROUPED> : n - g == 3 ? accumulate_n<R, 3, GROUPED>
+                      : n - g == 2 ? accumulate_n<R, 2, GROUPED> : accumulate_n<R, 1, GROUPED>;
+    kernel(rows, ahead, at, p + g * TILE * E::BYTES, D, t0, t1, factor + g, fade + g, out + g * stride, stride, {n, channels});
   }
 }
 
@@ -138,7 +149,8 @@ struct ValueOps {
   int (*floats)(int D);  // of one query's accumulators
   float (*pack)(const float*, int, void*);
   int bytes;  // of a packed weight
-  void (*accumulate)(RowPointers, Ahead, int64_t, const char*, int, int, int, int, const float*, const float*, float*);
+  void (*accumulate)(RowPointers, Ahead, int64_t, const char*, int, int, int, int, const float*, const float*, float*, int);
+  void (*accumulate_groups)(RowPointers, Ahead, int64_t, const char*, int, int, int, int, const float*, const float*, float*, int);  // or null
   void (*unpermute)(const float*, int, float*);
 };
 
@@ -150,17 +162,20 @@ constexpr KeyOps key_ops() {
 template <class R>
 constexpr ValueOps value_ops() {
   using E = typename R::Engine;
-  return {[](int D) { return chunks<E>(D) * 4 * VL; }, E::pack, E::BYTES, accumulate<R>, unpermute<R>};
+  ValueOps ops{[](int D) { return chunks<E>(D) * 4 * VL; }, E::pack, E::BYTES, accumulate<R, false>, nullptr, unpermute<R>};
+  if constexpr (R::GROUPS) ops.accumulate_groups = accumulate<R, true>;
+  return ops;
 }
 
-// Calls f with the reader of a plane; false if it has none, then its rows are first dequantized into floats.
+// Calls f with the reader of a plane's codes; false if there is none, then its rows are first dequantized.
 template <class F>
 bool with_reader(const Plane& p, Code dtype, F&& f) {
-  if (p.scale == GROUP || p.scale == BLOCK_CHANNEL) return false;
 #if VL == 16
   if (dtype != Code::F32) {  // what a pair engine represents as well as the compute dtype does
     if (p.code == Code::I8) return f(PairI8{}), true;
-    if (p.code == Code::I4 && p.D % 64 == 0) return f(PairI4{}), true;
+    if (p.code == Code::I4 && in_words(p.code, p.D)) return f(PairPacked<4>{}), true;
+    if (p.code == Code::I3 && in_words(p.code, p.D)) return f(PairPacked<3>{}), true;
+    if (p.code == Code::I2 && in_words(p.code, p.D)) return f(PairPacked<2>{}), true;
     if (dtype == Code::BF16) {
       if (p.code == Code::BF16) return f(PairBF16{}), true;
       if (p.code == Code::E4M3) return f(PairE4M3{}), true;
@@ -177,6 +192,15 @@ bool with_reader(const Plane& p, Code dtype, F&& f) {
     case Code::I8: return f(ReadI8{}), true;
     default: return false;
   }
+}
+
+// Calls f with the reader of dequantized rows.
+template <class F>
+void with_rows(Code dtype, F&& f) {
+#if VL == 16
+  if (dtype == Code::BF16) return f(PairBF16{});
+#endif
+  f(ReadF32{});
 }
 
 }  // namespace

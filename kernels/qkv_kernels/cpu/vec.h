@@ -49,6 +49,17 @@ INLINE VI lane_numbers() {
   return lane;
 }
 
+// Lane i of the result is lane which[i] of a and b, one after the other.
+INLINE VF pick(VF a, VF b, VI which) {
+#if defined(__clang__)
+  VF out;
+  for (int i = 0; i < VL; i++) out[i] = which[i] < VL ? a[which[i]] : b[which[i] - VL];
+  return out;
+#else
+  return __builtin_shuffle(a, b, which);
+#endif
+}
+
 // Lane i of the result is lane i ^ S of v.
 template <int S>
 INLINE VF exchange(VF v) {
