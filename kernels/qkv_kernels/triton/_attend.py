@@ -76,19 +76,19 @@ def scan(
         else:
             page = tl.load(table + j // K.B, mask=keep, other=0).to(tl.int64)
             within = j % K.B
-        row = row_at(page, head, within, K.codes, K.far)
+        row = row_at(page, head, within, K.codes[0], K.codes[1], K.codes[2], K.far)
         k_stored = load_rows(k_codes, row, keep, MASKED, K.width, K.lanes)
-        row = row_at(page, head, within, V.codes, V.far)
+        row = row_at(page, head, within, V.codes[0], V.codes[1], V.codes[2], V.far)
         v_stored = load_rows(v_codes, row, keep, MASKED, V.width, V.lanes)
         k_scale_row, k_zero_row, v_scale_row, v_zero_row = page, page, page, page
         if K.scale == "token" or K.scale == "group":
-            k_scale_row = row_at(page, head, within, K.scales, K.far)
+            k_scale_row = row_at(page, head, within, K.scales[0], K.scales[1], K.scales[2], K.far)
             if K.zero != "none":
-                k_zero_row = row_at(page, head, within, K.zeros, K.far)
+                k_zero_row = row_at(page, head, within, K.zeros[0], K.zeros[1], K.zeros[2], K.far)
         if V.scale == "token" or V.scale == "group":
-            v_scale_row = row_at(page, head, within, V.scales, V.far)
+            v_scale_row = row_at(page, head, within, V.scales[0], V.scales[1], V.scales[2], V.far)
             if V.zero != "none":
-                v_zero_row = row_at(page, head, within, V.zeros, V.far)
+                v_zero_row = row_at(page, head, within, V.zeros[0], V.zeros[1], V.zeros[2], V.far)
 
         k = values(k_stored, k_scale, k_zero, k_scale_row, k_zero_row, keep, 0, K, P.mat_k, True, MASKED)
         score = tl.dot(q_low, tl.trans(k), input_precision="ieee")

@@ -12,11 +12,14 @@ MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting rounds |x
 
 
 @triton.jit
-def row_at(page, head, within, STRIDES: tl.constexpr, FAR: tl.constexpr):
-    """Where rows begin in a plane. Pages are int64; heads are int32, which takes fewer registers, unless they lie FAR apart."""
+def row_at(
+    page, head, within, PAGE: tl.constexpr, HEAD: tl.constexpr, ROW: tl.constexpr, FAR: tl.constexpr
+):  # fmt: skip
+    """Where rows begin in a plane of these strides. Pages are int64; heads are int32, which takes fewer registers, unless they
+    lie FAR apart."""
     if FAR:
         head = head.to(tl.int64)
-    return page * STRIDES[0] + (head * STRIDES[1] + within * STRIDES[2])
+    return page * PAGE + (head * HEAD + within * ROW)
 
 
 @triton.jit
