@@ -31,6 +31,32 @@ def bars(path: Path, labels: Sequence[str], panels: Mapping[str, Sequence[float 
     return path
 
 
+def bars_each(path: Path, panels: Mapping[str, Mapping[str, float]], title: str) -> Path:
+    """One small bar chart per panel, each with labels of its own. Returns `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    columns = min(4, len(panels))
+    figure, axes = plt.subplots(-(-len(panels) // columns), columns, figsize=(3.6 * columns, 3.2 * -(-len(panels) // columns)))
+    flat = list(axes.flat) if len(panels) > 1 else [axes]
+    for axis, (name, values) in zip(flat, panels.items(), strict=False):
+        drawn = axis.bar(range(len(values)), list(values.values()), color=[plt.get_cmap("tab10")(i) for i in range(len(values))])
+        axis.bar_label(drawn, [f"{v:.3g}" for v in values.values()], fontsize=8)
+        axis.set_xticks(range(len(values)), list(values), rotation=15, ha="right", fontsize=7)
+        axis.set_title(name, fontsize=8)
+        axis.margins(y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in flat[len(panels) :]:
+        axis.set_axis_off()
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
 def heat_map(
     path: Path, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], title: str, across: str, down: str
 ) -> Path:
