@@ -353,7 +353,7 @@ def _output(probabilities: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _relative(x: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((x - exact).norm() / exact.norm())
+    return float((x - exact).norm() / exact.norm().clamp(min=torch.finfo(exact.dtype).tiny))
 
 
 def _of(scored: Mapping[str, Accuracy], key: str) -> Values:
