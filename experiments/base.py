@@ -15,7 +15,7 @@ from calibration.data import DATA, DataSource
 from experiments.loggers import LOGGERS, Logger
 from experiments.monitor import MetricsSettings, Monitor, Ui
 from experiments.record import Record
-from experiments.workload import Workload
+from experiments.workload import Workload, read_lines
 from qkv.assemble import build_policies
 from qkv.config import EngineConfig
 from qkv.engine import Engine
@@ -54,6 +54,8 @@ class Experiment(ABC):
     """A registered experiment. Its fields are the keys that its YAML adds to the common ones."""
 
     name: ClassVar[str]
+    runners: ClassVar[tuple[str, ...]] = ("model",)  # those (runner.name) with which it does what it says
+    plain_workload: ClassVar[bool] = False  # whether it only takes requests that are all alike and all sent at once
 
     def check(self) -> None:
         """Validate what needs policies to be registered. Called before anything is loaded. Raises ConfigError."""
@@ -93,6 +95,14 @@ def build(config: Mapping[str, Any], folder: Path, choice: str | None = None) ->
         raise ConfigError(f"scales: '{engine.scales}' is not a file; give a scale file, or scales=null to calibrate in memory")
 
     cls = EXPERIMENTS.get(name)
+    if engine.runner.name not in cls.runners:
+        if engine.runner.name == "model":
+            raise ConfigError(f"runner: experiment={name} is about the simulator; use runner=simulated")
+        able = ", ".join(n for n in EXPERIMENTS.names() if "simulated" in EXPERIMENTS.get(n).runners)
+        raise ConfigError(
+            f"runner=simulated: experiment={name} needs a real model, and a simulation has no weights, text or logits; use "
+            f"runner=default, or one of the experiments that can be simulated: {able}"
+        )
     own = {f.name for f in fields(cls) if f.init}
     for key in values:
         if key not in own:
@@ -100,6 +110,13 @@ def build(config: Mapping[str, Any], folder: Path, choice: str | None = None) ->
     experiment = from_mapping(cls, values, f"experiment {name}")
     data, workload = DATA.build(parts["data"]), from_mapping(Workload, parts["workload"], "workload")
     logger = LOGGERS.build(parts["logger"])
+    if cls.plain_workload and not workload.plain:
+        raise ConfigError(
+            f"workload: experiment={name} sends requests that are all alike, all at once: use workload=default, quick or long; "
+            "for uneven lengths, arrivals, shared prefixes or conversations use experiment=throughput"
+        )
+    if workload.file is not None:
+        read_lines(workload.file)  # a bad line is reported before anything is loaded
     experiment.check()
     record = Record(folder, experiment=choice or name, config=config, timed=engine.runner.name != "simulated")
     progress = sys.stderr.isatty() and ui != "live"

@@ -33,6 +33,8 @@ class BenchScheduler(Experiment):
     shared_prefix_tokens: tokens that all prompts have in common.
     """
 
+    runners = ("model", "simulated")
+
     batch_sizes: list[int] = field(default_factory=lambda: [256])
     context_lengths: list[int] = field(default_factory=lambda: [1024, 8192])
     steps: int = 200

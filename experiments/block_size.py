@@ -26,7 +26,9 @@ class BlockSize(Experiment):
     """sizes: tokens per block. pool_tokens: the same pool in tokens for every size. max_waste: share of the pool that half
     empty last blocks and prefix tokens beyond the last whole block may cost; the largest size within it is recommended."""
 
-    sizes: list[int] = field(default_factory=lambda: [8, 16, 32, 64, 128])
+    runners = ("model", "simulated")
+
+    sizes: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64, 128])
     pool_tokens: int = 32768
     max_waste: float = 0.04
 

@@ -50,6 +50,8 @@ class Compare(Experiment):
     quantizers that need scales and have no file.
     """
 
+    plain_workload = True
+
     quantizers: list[Any] = field(default_factory=lambda: ["none"])
     documents: int = 16
     tokens_per_document: int = 1024

@@ -20,10 +20,14 @@ _FULL = 0.95  # a peak use of the pool above this counts as exhausted
 @EXPERIMENTS.register("concurrency")
 @dataclass
 class Concurrency(Experiment):
-    """levels: requests at once; null: doubling from 1 until tokens/s grow by less than `gain`, at most `most`.
+    """Whatever the workload's arrivals, here so many requests are in flight at any time; of a trace, only the lengths count.
+
+    levels: requests at once; null: doubling from 1 until tokens/s grow by less than `gain`, at most `most`.
 
     requests_per_level: served per request at once. knee: the smallest level with this share of the best tokens/s.
     """
+
+    runners = ("model", "simulated")
 
     levels: list[int] | None = None
     most: int = 512
@@ -45,6 +49,8 @@ class Concurrency(Experiment):
         for level in tqdm(planned, disable=not run.progress, unit="level", leave=False):
             count = max(64, self.requests_per_level * level) if self.levels is None else self.requests_per_level * level
             work = replace(run.workload, arrivals="closed", concurrency=level, num_requests=min(count, run.workload.num_requests))
+            if run.workload.arrivals == "trace":
+                work = replace(work, lengths="file")
             row = serve_row(run, model, config, f"{level}", work)
             row["policy"]["concurrency"] = level
             rows.append(run.add_row(row))
@@ -103,7 +109,9 @@ def find_knee(rows: list[dict[str, Any]], share: float, max_num_seqs: int) -> di
     at = next(i for i, rate in enumerate(rates) if rate >= share * max(rates))
     beyond = rows[min(at + 1, len(rows) - 1)]
     level = beyond["policy"]["concurrency"]
-    if at == len(rows) - 1 and at and rates[at] > 1.5 * rates[at - 1]:
+    if len(rows) == 1:
+        reason = "the only level tried"
+    elif at == len(rows) - 1 and rates[at] > 1.5 * rates[at - 1]:
         reason = "not reached: tokens/s still grow at the highest level tried"
     elif beyond["cache"]["preemptions"] or beyond["memory"]["utilization_peak"] > _FULL:
         reason = f"the pool is exhausted ({beyond['memory']['utilization_peak']:.0%} in use at {level})"

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from experiments.base import EXPERIMENTS, Experiment, Run
 from experiments.plots import lines
 from experiments.table import number, show
+from experiments.workload import Traffic
 from qkv.cache.block_manager import BlockManager
 from qkv.cache.host_pool import HostPool
 from qkv.cache.prefix import PrefixHasher
@@ -26,7 +27,9 @@ from qkv.types import Request, SamplingParams
 from qkv.validate import require, suggest
 
 B = 16  # tokens per block; hit rates of whole blocks do not depend on it
+OWN = "workload"  # the trace of the configured workload
 OPTIMUM = "belady"  # in tables and records: the ceiling, not a policy
+_VOCAB = 32_000
 _PARAMS = SamplingParams(max_tokens=1)
 Chain = tuple[int, ...]  # a prompt as the ids of its blocks; equal prefixes are equal content
 
@@ -34,10 +37,13 @@ Chain = tuple[int, ...]  # a prompt as the ids of its blocks; equal prefixes are
 @EXPERIMENTS.register("eviction")
 @dataclass
 class Eviction(Experiment):
-    """evictors: names or {name: ..., field: value}; null: all. traces: of scan, loop, zipf, multi_turn. requests: per trace.
+    """evictors: names or {name: ..., field: value}; null: all. traces: of scan, loop, zipf, multi_turn, and workload: the prompts
+    of workload=, of conversations the first ones. requests: per trace.
 
     sizes: of the cache, as shares of the distinct blocks of the trace.
     """
+
+    runners = ("model", "simulated")
 
     evictors: list[Any] | None = None
     traces: list[str] = field(default_factory=lambda: list(TRACES))
@@ -46,8 +52,8 @@ class Eviction(Experiment):
 
     def __post_init__(self) -> None:
         for name in self.traces:
-            if name not in TRACES:
-                raise ConfigError(f"unknown trace '{name}'; {suggest(name, TRACES)}")
+            if name not in (*TRACES, OWN):
+                raise ConfigError(f"unknown trace '{name}'; {suggest(name, (*TRACES, OWN))}")
         require(bool(self.sizes) and all(0 < size <= 1 for size in self.sizes), "sizes", self.sizes, "above 0 and at most 1")
         require(self.requests >= 10, "requests", self.requests, "at least 10")
 
@@ -61,7 +67,8 @@ class Eviction(Experiment):
         table = []
         with tqdm(total=len(self.traces) * (len(specs) + 1), disable=not run.progress, unit="policy", leave=False) as bar:
             for name in self.traces:
-                trace = list(itertools.islice(TRACES[name](random.Random(f"{run.engine.seed} {name}")), self.requests))
+                made = TRACES[name](random.Random(f"{run.engine.seed} {name}")) if name != OWN else prompts(run)
+                trace = list(itertools.islice(made, self.requests))
                 distinct, longest = len({chain[: i + 1] for chain in trace for i in range(len(chain))}), max(map(len, trace))
                 blocks = {size: max(longest, round(size * distinct)) for size in self.sizes}
                 for spec in [OPTIMUM, *specs]:
@@ -194,6 +201,17 @@ def multi_turn(rng: random.Random) -> Iterator[Chain]:
         yield history
         if left:
             active.append((history + _document(rng, rng.randrange(2, 6)), left - 1))
+
+
+def prompts(run: Run) -> Iterator[Chain]:
+    """Of the configured workload; those of less than a block have nothing to share. Raises ConfigError without any other."""
+    known = dict[tuple[int, ...], int]()
+    for planned in Traffic(run.workload, run.engine.seed, _VOCAB):
+        cut = [tuple(planned.prompt[i : i + B]) for i in range(0, len(planned.prompt) - B + 1, B)]
+        if cut:
+            yield tuple(known.setdefault(block, len(known)) for block in cut)
+    if not known:
+        raise ConfigError(f"traces: no prompt of this workload has the {B} tokens of a block; raise workload.prompt_tokens")
 
 
 TRACES: dict[str, Callable[[random.Random], Iterator[Chain]]] = {

@@ -4,6 +4,9 @@ Takes: a run's settings, a model or its dimensions, an engine configuration. Giv
 Does not know about: which rows an experiment compares.
 """
 
+import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +23,8 @@ from qkv.models import LoadedModel, load_model
 from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.simulation import SimulatedModel
 from qkv.types import SamplingParams
+
+log = logging.getLogger(__name__)
 
 Model = LoadedModel | SimulatedModel
 _TEXT = 1 << 16  # tokens of the data that prompts are cut from
@@ -62,12 +67,20 @@ def serve_row(
             engine.reset_prefix_cache()
             engine.reset_metrics()
         run.watch(engine)
-        served = serve(engine, traffic(run, model, workload), slo, run.progress)
+        began = time.perf_counter()
+        requests = traffic(run, model, workload)
+        served = serve(engine, requests, slo, run.progress, _sampler(run, engine, label, len(requests)))
         metrics = engine.metrics()
+        if isinstance(model, SimulatedModel):
+            took = time.perf_counter() - began
+            rate = served.output_tokens / took
+            log.info("%s: %d request-steps simulated in %.1f s, %.0f per second", label, served.output_tokens, took, rate)
     finally:
         engine.close()
     if not served.requests:
         raise RequestError(served.reason or "no request was served")
+    if served.refused:
+        log.warning("%s: %d requests were refused and are in no figure, e.g. %s", label, served.refused, served.reason)
     peak = engine.recorder.used_blocks_peak * engine.scheduler.manager.block_size * metrics["memory"]["kv_bytes_per_token"]
     return {
         "label": label,
@@ -79,6 +92,30 @@ def serve_row(
         "requests": requests_part(served),
         **({"warnings": metrics["warnings"]} if metrics["warnings"] else {}),
     }
+
+
+def _sampler(run: Run, engine: Engine, label: str, requests: int) -> Callable[[], None]:
+    """What to call after every step: tells the logger how things stand, once per percent of the requests."""
+    recorder, allocator, start, last = engine.recorder, engine.scheduler.manager.allocator, engine.clock(), -1
+
+    def look() -> None:
+        nonlocal last
+        ended = sum(recorder.requests_finished.values())
+        if (percent := 100 * ended // requests) > last:
+            last = percent
+            values = {
+                "seconds": engine.clock() - start,
+                "requests_finished": ended,
+                "requests_running": engine.scheduler.num_running,
+                "requests_waiting": engine.scheduler.num_waiting,
+                "pool": allocator.num_referenced / (allocator.num_blocks - allocator.num_reserved),
+                "tokens_decoded": recorder.decode_tokens,
+                "hit_rate": recorder.hit_rate or 0.0,
+                "preemptions": recorder.preemptions,
+            }
+            run.logger.sample(label, values)
+
+    return look
 
 
 def requests_part(served: Served) -> dict[str, Any]:

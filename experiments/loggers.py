@@ -32,6 +32,9 @@ class Logger(ABC):
     def row(self, row: Mapping[str, Any]) -> None:
         """A finished row of the record."""
 
+    def sample(self, label: str, values: Mapping[str, float]) -> None:
+        """How the run of row `label` stands after values["seconds"], about a hundred times while it is served."""
+
     def finish(self, record: Path, plots: list[Path]) -> None:
         """Called once, also after an error or an interruption."""
 
@@ -59,23 +62,30 @@ class NoLogger(Logger):
 @LOGGERS.register("jsonl")
 @dataclass
 class JsonLinesLogger(Logger):
-    """metrics.jsonl in the run's folder: one flat line per finished row."""
+    """In the run's folder: metrics.jsonl, one flat line per finished row, and samples.jsonl, how each came about."""
 
-    _path: Path | None = field(default=None, init=False, repr=False)
+    _folder: Path | None = field(default=None, init=False, repr=False)
 
     def start(self, folder: Path, experiment: str, config: Mapping[str, Any]) -> None:
-        self._path = folder / "metrics.jsonl"
+        self._folder = folder
 
     def row(self, row: Mapping[str, Any]) -> None:
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(plain(flatten(row))) + "\n")
+        self._append("metrics.jsonl", flatten(row))
+
+    def sample(self, label: str, values: Mapping[str, float]) -> None:
+        self._append("samples.jsonl", {"label": label, **values})
+
+    def _append(self, name: str, values: Mapping[str, Any]) -> None:
+        if self._folder is not None:
+            with (self._folder / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(plain(values)) + "\n")
 
 
 @LOGGERS.register("wandb")
 @dataclass
 class WandbLogger(Logger):
-    """Weights & Biases: one step per row, a table of all rows, plots as images, record.json as an artifact.
+    """Weights & Biases: one step per row, curves over each row's time, a table of all rows, plots as images, record.json and
+    scale files as artifacts.
 
     mode offline writes to the run's folder; `wandb sync` uploads it later.
     """
@@ -86,12 +96,17 @@ class WandbLogger(Logger):
     group: str | None = None
     _run: Any = field(default=None, init=False, repr=False)
     _rows: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
+    _curves: set[str] = field(default_factory=set, init=False, repr=False)
+    _scales: list[Path] = field(default_factory=list, init=False, repr=False)
 
     def start(self, folder: Path, experiment: str, config: Mapping[str, Any]) -> None:
         try:
             os.environ.setdefault("WANDB_SILENT", "true")
             import wandb
 
+            if self.mode == "online" and not wandb.api.api_key:  # asked by wandb itself, it would wait for an answer
+                raise PermissionError("nobody is logged in (wandb login, or WANDB_API_KEY=...; or logger.mode=offline)")
+            self._scales = [Path(str(config["scales"])).expanduser()] if config.get("scales") else []
             self._run = wandb.init(
                 project=self.project,
                 entity=self.entity,
@@ -110,6 +125,15 @@ class WandbLogger(Logger):
         self._rows.append(plain(flatten(row)))
         self._try(lambda: self._run.log({k: v for k, v in self._rows[-1].items() if not isinstance(v, list)}))
 
+    def sample(self, label: str, values: Mapping[str, float]) -> None:
+        self._try(lambda: self._sample(label, values))
+
+    def _sample(self, label: str, values: Mapping[str, float]) -> None:
+        if label not in self._curves:
+            self._curves.add(label)
+            self._run.define_metric(f"{label}/*", step_metric=f"{label}/seconds")
+        self._run.log({f"{label}/{key}": value for key, value in values.items()})
+
     def finish(self, record: Path, plots: list[Path]) -> None:
         self._try(lambda: self._finish(record, plots))
 
@@ -123,6 +147,11 @@ class WandbLogger(Logger):
         artifact = wandb.Artifact(f"record-{self._run.id}", type="record")
         artifact.add_file(str(record))
         self._run.log_artifact(artifact)
+        if files := [*self._scales, *record.parent.glob("*.safetensors")]:
+            scales = wandb.Artifact(f"scales-{self._run.id}", type="scales")
+            for file in files:
+                scales.add_file(str(file))
+            self._run.log_artifact(scales)
         self._run.finish()
 
     def _try(self, action: Any) -> None:
@@ -142,7 +171,8 @@ class WandbLogger(Logger):
 @LOGGERS.register("tensorboard")
 @dataclass
 class TensorboardLogger(Logger):
-    """TensorBoard: every figure of every row as a scalar, the row's number as the step; plots are not copied."""
+    """TensorBoard: every figure of every row as a scalar, the row's number as the step; samples with the milliseconds of the
+    row's time as the step; plots are not copied."""
 
     _writer: Any = field(default=None, init=False, repr=False)
     _step: int = field(default=0, init=False, repr=False)
@@ -164,6 +194,11 @@ class TensorboardLogger(Logger):
                 self._writer.add_scalar(key, value, self._step)
         self._writer.flush()
         self._step += 1
+
+    def sample(self, label: str, values: Mapping[str, float]) -> None:
+        if self._writer is not None:
+            for key, value in values.items():
+                self._writer.add_scalar(f"{label}/{key}", value, round(1e3 * values["seconds"]))
 
     def finish(self, record: Path, plots: list[Path]) -> None:
         if self._writer is not None:

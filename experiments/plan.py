@@ -84,6 +84,8 @@ def bytes_per_block(dims: Dimensions, dtype: str, quantizer: Any, block_size: in
 class Plan(Experiment):
     """plan: the demand."""
 
+    runners = ("model", "simulated")
+
     plan: Demand = field(default_factory=Demand)
 
     def run(self, run: Run) -> None:

@@ -58,9 +58,15 @@ def bars_each(path: Path, panels: Mapping[str, Mapping[str, float]], title: str)
 
 
 def heat_map(
-    path: Path, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], title: str, across: str, down: str
+    path: Path,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    title: str,
+    across: str,
+    down: str,
 ) -> Path:
-    """Numbers in a coloured grid, colours by logarithm. Returns `path`."""
+    """Numbers in a coloured grid, colours by logarithm; None leaves a gap. Returns `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -68,12 +74,13 @@ def heat_map(
     from matplotlib import pyplot as plt
 
     figure, axis = plt.subplots(figsize=(1.5 + 1.2 * len(columns), 1.2 + 0.8 * len(rows)))
-    flat = [x for row in values for x in row if x > 0] or [1.0]
+    flat = [x for row in values for x in row if x] or [1.0]
     scale = colors.LogNorm(min(flat), max(max(flat), min(flat) * 1.01))
-    axis.imshow(values, cmap="YlOrRd", norm=scale, aspect="auto")
+    grid = [[float("nan") if x is None else x for x in row] for row in values]
+    axis.imshow(grid, cmap="YlOrRd", norm=scale, aspect="auto")
     for i, row in enumerate(values):
         for j, x in enumerate(row):
-            axis.text(j, i, f"{x:.2g}", ha="center", va="center", fontsize=9)
+            axis.text(j, i, "-" if x is None else f"{x:.3g}", ha="center", va="center", fontsize=9)
     axis.set_xticks(range(len(columns)), columns, fontsize=8)
     axis.set_yticks(range(len(rows)), rows, fontsize=8)
     axis.set_xlabel(across, fontsize=9)

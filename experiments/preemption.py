@@ -28,6 +28,8 @@ class Preemption(Experiment):
     prompt_tokens: mean prompt lengths. slo: what a good request meets.
     """
 
+    runners = ("model", "simulated")
+
     preemptors: list[Any] = field(default_factory=lambda: ["recompute", "swap", "auto"])
     pools: list[float] = field(default_factory=lambda: [0.4, 0.7])
     prompt_tokens: list[int] = field(default_factory=lambda: [200, 1500])

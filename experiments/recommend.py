@@ -21,7 +21,6 @@ from experiments.table import console, number, show
 from experiments.workload import Slo
 from qkv.config import EngineConfig
 from qkv.engine import Engine
-from qkv.errors import ConfigError
 from qkv.models import LoadedModel, dimensions, load_model
 from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
@@ -68,8 +67,6 @@ class Recommend(Experiment):
             QUANTIZERS.build(spec)
 
     def run(self, run: Run) -> None:
-        if run.engine.runner.name == "simulated":
-            raise ConfigError("experiment=recommend measures accuracy on the real model: use runner=default")
         loaded = load_model(run.engine.model)
         specs: list[Any] = ["none", *(s for s in self.quantizers if measure.label(s) != "none")]
         accuracies = self._accuracies(run, loaded, specs)

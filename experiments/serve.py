@@ -104,7 +104,7 @@ def serve(
         raise ConfigError("runner.clock=cpu stands still while nothing runs: use workload.arrivals=closed or together")
     driver, served, slo = _Driver(engine, traffic), Served(), slo or Slo()
     clock, work = engine.clock, traffic.workload
-    with tqdm(total=work.num_requests, disable=not progress, unit="request", leave=False, mininterval=0.5) as bar:
+    with tqdm(total=len(traffic), disable=not progress, unit="request", leave=False, mininterval=0.5) as bar:
         while driver.coming or driver.live:
             while driver.next_arrival <= clock():
                 at, _, planned = heapq.heappop(driver.coming)

@@ -13,7 +13,7 @@ from experiments import measure
 from experiments.base import EXPERIMENTS, Experiment, Run
 from experiments.load import Model, open_model, serve_row, traffic, with_length, with_pool
 from experiments.plan import REST, block_size_of, bytes_per_block
-from experiments.plots import bars, lines
+from experiments.plots import bars, heat_map
 from experiments.serve import serve
 from experiments.table import console, number, show
 from qkv.config import EngineConfig
@@ -36,6 +36,8 @@ class Throughput(Experiment):
     weights and `reserve` (null: a tenth of its memory). surface_pools, surface_lengths: pool sizes in tokens and longest
     requests for which contiguous and paged are compared too, in the simulator.
     """
+
+    runners = ("model", "simulated")
 
     quantizers: list[Any] | None = None
     pool_tokens: int | None = None
@@ -144,8 +146,8 @@ class Throughput(Experiment):
         """Paged over contiguous, by pool size and longest request, in the simulator."""
         model: Model = SimulatedModel.of(config.model)
         config = replace(config, runner=replace(config.runner, name="simulated"))
-        points, size = [], block_size_of(config)
-        jobs = [(tokens, length) for length in self.surface_lengths for tokens in self.surface_pools if tokens > length]
+        size, shared, ratios = block_size_of(config), run.workload.prefix_tokens, dict[tuple[int, int], float]()
+        jobs = [(n, length) for length in self.surface_lengths for n in self.surface_pools if shared + 3 <= length < n]
         for tokens, length in tqdm(jobs, disable=not run.progress, unit="point", leave=False):
             limited = with_length(config, length)
             work = replace(run.workload, max_tokens=length)
@@ -154,17 +156,15 @@ class Throughput(Experiment):
                 label: serve_row(run, model, cases[label], label, work)["speed"]["output_tokens_per_s"]
                 for label in ("contiguous", "paged")
             }
-            points.append({"pool_tokens": tokens, "max_length": length, "ratio": rates["paged"] / rates["contiguous"], **rates})
-            run.record.set("surface", points)
-        by_length = {n: {p["pool_tokens"]: p for p in points if p["max_length"] == n} for n in self.surface_lengths}
-        cells = [
-            [f"{tokens:,}", *(number(by_length[n].get(tokens, {}).get("ratio"), 2) for n in self.surface_lengths)]
-            for tokens in self.surface_pools
-        ]
-        columns = ["pool tokens", *(f"max length {n:,}" for n in self.surface_lengths)]
-        show("Output tokens/s of paged over contiguous", columns, cells)
-        series = {f"max length {n:,}": [(t, p["ratio"]) for t, p in by_length[n].items()] for n in self.surface_lengths}
-        lines(run.folder / "surface.png", {"paged / contiguous": series}, "What paging gains", "pool tokens", log_x=True)
+            ratios[tokens, length] = rates["paged"] / rates["contiguous"]
+            point = {"pool_tokens": tokens, "max_length": length, "ratio": ratios[tokens, length], **rates}
+            run.record.set("surface", [*run.record.data.get("surface", []), point])
+        pools, lengths = [f"{n:,}" for n in self.surface_pools], [f"{n:,}" for n in self.surface_lengths]
+        values = [[ratios.get((tokens, n)) for tokens in self.surface_pools] for n in self.surface_lengths]
+        title = f"Output tokens/s of paged over contiguous, simulated on {config.device.name}"
+        cells = [[length, *(number(value, 2) for value in row)] for length, row in zip(lengths, values, strict=True)]
+        show(title, ["longest request", *(f"pool of {n}" for n in pools)], cells)
+        heat_map(run.folder / "surface.png", lengths, pools, values, title, "pool, tokens", "longest request, tokens")
 
 
 def _utilization(run: Run, model: SimulatedModel, config: EngineConfig) -> float:

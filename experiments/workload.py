@@ -111,6 +111,11 @@ class Traffic:
         groups = range(1, workload.prefix_groups + 1)
         self._weights = [rank**-workload.prefix_skew for rank in groups]
 
+    def __len__(self) -> int:
+        """Requests, all turns of all conversations; fewer where one ends early because it no longer fits."""
+        work = self.workload
+        return min(work.num_requests, len(self._lines)) if work.arrivals == "trace" else work.num_requests
+
     def __iter__(self) -> Iterator[Planned]:
         """First turns, in order of arrival."""
         work = self.workload

@@ -26,6 +26,8 @@ _PERCENTILES = (1, 50, 90, 99)
 class WorkloadStats(Experiment):
     """requests: looked at, at most. block_size: tokens that are shared together or not at all."""
 
+    runners = ("model", "simulated")
+
     requests: int = 20_000
     block_size: int = 16
 

@@ -53,6 +53,8 @@ class DeviceConfig:
 
     memory: bytes, or text like 80GiB. bandwidth: bytes/s at which weights are read; kv_bandwidth: at which attention reads
     the cache. flops: floating point operations/s in matrix products; attention_flops: in attention.
+    overlap: share of the shorter of both times, moving bytes and computing, that hides behind the longer: 1 is the ideal
+    roofline, 0 a machine that does one after the other.
     overhead_s: seconds per forward that no byte and no operation accounts for (launches, planning, sampling).
     host_link: bytes/s between the cache and host memory, for swapping.
     """
@@ -63,6 +65,7 @@ class DeviceConfig:
     kv_bandwidth: float = 1.0e10
     flops: float = 3.0e11
     attention_flops: float = 5.0e10
+    overlap: float = 1.0
     overhead_s: float = 0.03
     host_link: float = 5.0e9
 
@@ -70,6 +73,7 @@ class DeviceConfig:
         parse_bytes(self.memory, "memory")
         for name in ("bandwidth", "kv_bandwidth", "flops", "attention_flops", "host_link"):
             require(0 < getattr(self, name) < float("inf"), name, getattr(self, name), "above 0 and finite")
+        require(0 <= self.overlap <= 1, "overlap", self.overlap, "0 to 1")
         require(0 <= self.overhead_s < float("inf"), "overhead_s", self.overhead_s, "at least 0 and finite")
 
     @property

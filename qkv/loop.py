@@ -57,9 +57,9 @@ class Loop:
         self._time(plan, now - began)
         if self.on_step is not None:
             self.on_step(plan, now - began)
-        for request in (*plan.decodes, *(c.request for c in plan.prefills)):
-            if request.first_scheduled is None:
-                request.first_scheduled = began
+        for chunk in plan.prefills:
+            if chunk.request.first_scheduled is None:
+                chunk.request.first_scheduled = began
         ready = self.scheduler.complete(plan)
         self.recorder.weigh_step(now - began)
         for request, token, logprob in zip(ready, *tokens, strict=True):

@@ -28,15 +28,15 @@ class Outputs:
 
     def append(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> FinishReason | None:
         """Add a token; why the request ends here, if it does. The stop token belongs to token_ids, not to the text."""
-        state = self._state(request)
         request.token_ids.append(token)
         request.token_times.append(now)
         if logprob is not None:
-            state.logprobs.append(logprob)
+            self._state(request).logprobs.append(logprob)
         params = request.params
         if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
             return "stop"
         if params.stop:
+            state = self._state(request)
             text = state.detokenizer.update(request.token_ids[request.prompt_len :])
             at = find_stop(text, params.stop, state.searched)
             if at >= 0:

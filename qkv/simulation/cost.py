@@ -3,8 +3,9 @@
 Takes: a DeviceConfig, a model's dimensions, bytes per cached token, what the step does. Gives: seconds.
 Does not know about: requests, blocks, clocks.
 
-    seconds = overhead + max(weight bytes / bandwidth, operations / flops)
-                       + max(key bytes / kv_bandwidth, operations / attention_flops), for decodes and for prefills
+    seconds = overhead + longer(weight bytes / bandwidth, operations / flops)
+                       + longer(key bytes / kv_bandwidth, operations / attention_flops), for decodes and for prefills
+    longer(a, b) = max(a, b) + (1 - overlap) min(a, b)
 
 Weights are read once a step, whatever the batch. Each decoding sequence reads its own keys and values, shared blocks
 included: no cascade attention. Dequantizing is free: it hides behind the bytes it saves. Sliding windows are not modelled.
@@ -50,12 +51,15 @@ class StepCost:
             tokens += n
             pairs += n * start + n * (n + 1) // 2
             chunk_keys += end
-        linear = max(self.weight_bytes / device.bandwidth, 2 * (self.body * tokens + self.head * rows) / device.flops)
+        linear = self._longer(self.weight_bytes / device.bandwidth, 2 * (self.body * tokens + self.head * rows) / device.flops)
         return device.overhead_s + linear + self._attention(decode_keys, decode_keys) + self._attention(chunk_keys, pairs)
 
     def _attention(self, keys: int, pairs: int) -> float:
         read = keys * self.kv_bytes_per_token / self.device.kv_bandwidth
-        return max(read, pairs * self.pair_operations / self.device.attention_flops)
+        return self._longer(read, pairs * self.pair_operations / self.device.attention_flops)
+
+    def _longer(self, read: float, compute: float) -> float:
+        return max(read, compute) + (1 - self.device.overlap) * min(read, compute)
 
     def copy_seconds(self, num_bytes: int) -> float:
         """Between the pool and host memory."""

@@ -40,7 +40,7 @@ class SimulatedRunner:
         pairs = keys + sum((b - a) * a + (b - a) * (b - a + 1) // 2 for a, b in chunks)
         self.recorder.pairs_attended += pairs
         self.recorder.pairs_from_cache += pairs
-        return StepResult(None, [], [self.tokens(r.id, len(r.token_ids), len(r.token_ids) + 1)[0] for r in ready])
+        return StepResult(None, [], [self.tokens.at(r.id, len(r.token_ids)) for r in ready])
 
     def forget(self, request: Request) -> None:
         pass

@@ -13,6 +13,9 @@ class SimulatedTokens:
         ring = random.Random(f"tokens {seed}").choices(range(vocab), k=_RING)
         self._ring = ring + ring
 
+    def at(self, request_id: int, position: int) -> int:
+        return self._ring[(request_id * _SPREAD + position) % _RING]
+
     def __call__(self, request_id: int, start: int, end: int) -> list[int]:
         """Tokens at positions start..end-1 of a request; at most 65,536 of them."""
         at = (request_id * _SPREAD + start) % _RING

@@ -65,6 +65,10 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str)
         (["experiment=generate", "prompts=[]"], "at least one prompt"),
         (["experiment=generate", "sampling.temperature=nan"], "temperature=nan is not allowed"),
         (["experiment=generate", "sampling.max_tokens=0"], "max_tokens=0 is not allowed"),
+        (["experiment=compare", "runner=simulated"], "runner=simulated: experiment=compare needs a real model"),
+        (["experiment=generate", "runner=simulated"], "use runner=default, or one of the experiments that can be simulated: "),
+        (["experiment=compare", "workload=chat"], "workload: experiment=compare sends requests that are all alike"),
+        (["experiment=bench_simulator", "runner=default"], "use runner=simulated"),
         (["experiment=compare", "quantizers=[none,"], "cannot read 'quantizers=[none,'"),
     ],
 )

@@ -26,7 +26,7 @@ def rows(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_throughput_compares_policies_on_equal_pools(tmp_path: Path) -> None:
-    surface = ["surface_pools=[8192,32768]", "surface_lengths=[1024,4096]"]
+    surface = ["surface_pools=[8192,32768]", "surface_lengths=[1024,4096]"]  # 8,192 tokens hold two such requests
     record = run_it(tmp_path, "experiment=throughput", *SMALL, "quantizers=[int8_token]", *surface)
     found = rows(record)
     assert list(found) == ["contiguous", "paged", "paged + prefix cache", "+ int8_token"]
@@ -52,10 +52,27 @@ def test_a_shared_prompt_gains_from_the_prefix_cache(tmp_path: Path) -> None:
     assert cached["speed"]["ttft_s"]["mean"] < 0.6 * plain["speed"]["ttft_s"]["mean"]
 
 
+@pytest.mark.slow
+def test_what_paging_and_sharing_gain_at_full_size(tmp_path: Path) -> None:
+    """2,000 requests for llama2-7b on a simulated A100: the gains that the README of experiments speaks of."""
+    record = run_it(tmp_path / "chat", "experiment=throughput", "quantizers=[]", "logger=none")
+    found = rows(record)
+    gain = found["paged"]["speed"]["output_tokens_per_s"] / found["contiguous"]["speed"]["output_tokens_per_s"]
+    assert gain >= 2.56
+    assert found["contiguous"]["memory"]["utilization_mean"] == pytest.approx(0.12, abs=0.01)
+    ratios = {(p["pool_tokens"], p["max_length"]): p["ratio"] for p in record["surface"]}
+    assert 1.2 <= ratios[114_688, 4096] <= 1.6
+    shared = ["workload=system_prompt", "surface_pools=[]", "surface_lengths=[]"]
+    found = rows(run_it(tmp_path / "shared", "experiment=throughput", "quantizers=[]", "logger=none", *shared))
+    plain, cached = found["paged"]["speed"], found["paged + prefix cache"]["speed"]
+    assert cached["output_tokens_per_s"] >= 1.38 * plain["output_tokens_per_s"]
+    assert cached["ttft_s"]["mean"] <= 0.45 * plain["ttft_s"]["mean"]
+
+
 def test_the_same_seed_gives_the_same_record_byte_for_byte(tmp_path: Path) -> None:
     records = []
     for name in ("a", "b"):
-        run_it(tmp_path / name, "experiment=throughput", *SMALL, "pool_tokens=20000")
+        run_it(tmp_path / name, "experiment=throughput", *SMALL, "surface_pools=[16384]", "surface_lengths=[2048]")
         records.append((tmp_path / name / "record.json").read_bytes())
     assert records[0] == records[1]
 
@@ -88,6 +105,44 @@ def test_concurrency_marks_the_knee_with_its_reason(tmp_path: Path, capsys: pyte
     record = run_it(tmp_path, "experiment=concurrency", *levels)
     assert "pool is exhausted" in record["knee"]["reason"]
     assert "<- knee" in capsys.readouterr().out
+
+
+def test_a_trace_has_no_arrivals_here_but_keeps_its_lengths(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"arrival": 0, "prompt_tokens": 40, "output_tokens": 5}\n' * 3)
+    levels = ["workload=trace", f"workload.file={trace}", "levels=[2]", "requests_per_level=10", "logger=none"]
+    record = run_it(tmp_path / "run", "experiment=concurrency", *levels)
+    (row,) = record["rows"]
+    assert row["requests"]["prompt_tokens"] == 20 * 40
+    assert row["requests"]["output_tokens"] == 20 * 5
+    assert record["knee"]["reason"] == "the only level tried"
+
+
+def test_what_cannot_be_served_is_counted_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    levels = ["levels=[4]", "requests_per_level=20", "scheduler.max_model_len=600", *SMALL]
+    (row,) = run_it(tmp_path, "experiment=concurrency", *levels)["rows"]
+    assert row["requests"]["refused"] > 0
+    assert row["requests"]["served"] + row["requests"]["refused"] == 80
+    assert f"{row['requests']['refused']} requests were refused" in caplog.text
+
+
+def test_how_a_row_came_about_goes_to_the_logger(tmp_path: Path) -> None:
+    levels = ["levels=[4]", "requests_per_level=30", "workload.num_requests=120", "logger=jsonl"]
+    (row,) = run_it(tmp_path, "experiment=concurrency", *levels)["rows"]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert 50 <= len(samples) <= 101
+    assert samples[-1]["requests_finished"] == 120
+    assert samples[-1]["tokens_decoded"] == row["requests"]["output_tokens"] - 120
+    assert [s["seconds"] for s in samples] == sorted(s["seconds"] for s in samples)
+    assert 0 < max(s["pool"] for s in samples) <= 1
+
+
+def test_the_simulators_own_cost_is_in_its_record(tmp_path: Path) -> None:
+    (row,) = run_it(tmp_path, "experiment=bench_simulator", *SMALL)["rows"]
+    cost = row["simulator"]
+    assert cost["request_steps"] == row["requests"]["output_tokens"]
+    assert cost["request_steps_per_s"] == pytest.approx(cost["request_steps"] / cost["seconds"])
+    assert cost["peak_resident_bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -131,6 +186,12 @@ def test_no_policy_beats_foresight(evictor: str) -> None:
         trace = [rng.choice(documents) for _ in range(80)]
         for blocks in (6, 9, 14):
             assert hit_rate(trace, blocks, evictor) <= belady(trace, blocks) + 1e-12
+
+
+def test_the_prompts_of_a_workload_are_a_trace_too(tmp_path: Path) -> None:
+    own = ["traces=[workload]", "workload=system_prompt", "requests=40", "sizes=[1.0]", "evictors=[lru]", "logger=none"]
+    best, lru = run_it(tmp_path, "experiment=eviction", *own)["rows"]
+    assert lru["cache"]["hit_rate"] == best["cache"]["hit_rate"] > 0.8  # all but the first prompt share 93 blocks
 
 
 def test_foresight_on_a_trace_that_can_be_checked_by_hand() -> None:

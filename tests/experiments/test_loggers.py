@@ -23,8 +23,12 @@ def log_everything(logger: Logger, folder: Path) -> None:
     record = folder / "record.json"
     record.write_text("{}", encoding="utf-8")
     plot = bars(folder / "bars.png", ["none", "int8"], {"bytes": [8, 4], "KL": [0.0, None]}, "title")
-    logger.start(folder, "compare", {"seed": 0, "model": {"name": "tiny"}})
+    (folder / "given.safetensors").write_bytes(b"scales")
+    config = {"seed": 0, "model": {"name": "tiny"}, "scales": str(folder / "given.safetensors")}
+    logger.start(folder, "compare", config)
     for row in ROWS:
+        for seconds in (0.5, 1.0):
+            logger.sample(row["label"], {"seconds": seconds, "pool": seconds / 4})
         logger.row(row)
     logger.finish(record, [plot])
 
@@ -37,11 +41,14 @@ def test_jsonl_writes_one_line_per_row(tmp_path: Path) -> None:
     log_everything(LOGGERS.build("jsonl"), tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [flatten(row) for row in ROWS]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert samples[1] == {"label": "none", "seconds": 1.0, "pool": 0.25}
+    assert len(samples) == 4
 
 
 def test_none_writes_nothing(tmp_path: Path) -> None:
     log_everything(LOGGERS.build("none"), tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bars.png", "record.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bars.png", "given.safetensors", "record.json"]
 
 
 def test_wandb_offline_with_the_real_package(
@@ -53,13 +60,58 @@ def test_wandb_offline_with_the_real_package(
         log_everything(LOGGERS.build("wandb"), tmp_path)
     assert not [r for r in caplog.records if r.name == "experiments.loggers"]
     (transaction_log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    expected = (b"memory/pool_bytes", b"record-", b"tiny", b"rows")
     deadline = time.monotonic() + 60  # wandb's own process writes the file, a moment after finish() returned
-    while not all(text in transaction_log.read_bytes() for text in expected):
-        assert time.monotonic() < deadline, [text for text in expected if text not in transaction_log.read_bytes()]
+    while not (written := read_back(transaction_log)).get("exit"):
+        assert time.monotonic() < deadline, sorted(written)
         time.sleep(0.1)
+    assert written["config"]["model"]["value"] == {"name": "tiny"}
+    history = written["history"]
+    assert [row["memory/pool_bytes"] for row in history if "memory/pool_bytes" in row] == [8, 4]
+    assert [row["int8/pool"] for row in history if "int8/pool" in row] == [0.125, 0.25]
+    assert any("rows" in row for row in history)
+    assert {name.partition("-")[0] for name in written["artifact"]} >= {"record", "scales"}
     assert list(tmp_path.glob("wandb/offline-run-*/files/media/images/bars*.png"))
-    assert list(tmp_path.glob("wandb/offline-run-*/files/media/table/rows*.json"))
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/rows*.json")
+    assert json.loads(table.read_text())["data"][1][0] == "int8"
+
+
+def read_back(file: Path) -> dict[str, Any]:
+    """What an offline run left for `wandb sync`: config, history (a row per log call), artifact names, whether it ended."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    found: dict[str, Any] = {"config": {}, "history": [], "artifact": []}
+    store = DataStore()
+    store.open_for_scan(str(file))
+    while data := store.scan_data():
+        record = Record()
+        record.ParseFromString(data)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found["config"] |= {item.key: {"value": json.loads(item.value_json)} for item in record.run.config.update}
+        elif kind == "history":
+            items = record.history.item
+            found["history"].append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+        elif kind == "artifact":
+            found["artifact"].append(record.artifact.name)
+        elif kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
+            found["artifact"].append(record.request.log_artifact.artifact.name)
+        elif kind == "exit":
+            found["exit"] = True
+    return found
+
+
+def test_wandb_online_without_a_login_is_one_line_and_asks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    log_everything(LOGGERS.build({"name": "wandb", "mode": "online"}), tmp_path)
+    assert caplog.text.count("nobody is logged in") == 1
+    assert "the run goes on without it" in caplog.text
 
 
 def test_tensorboard_holds_every_figure(tmp_path: Path) -> None:
