@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from tqdm import tqdm
@@ -127,10 +128,14 @@ def serve(
     return served
 
 
+@cache
+def _params(max_tokens: int, ignore_eos: bool) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+
+
 def _send(engine: Engine, driver: _Driver, served: Served, planned: Planned, at: float, ignore_eos: bool) -> None:
-    params = SamplingParams(max_tokens=planned.output_tokens, ignore_eos=ignore_eos)
     try:
-        driver.live[engine.add_request(planned.prompt, params, arrival=at)] = planned
+        driver.live[engine.add_request(planned.prompt, _params(planned.output_tokens, ignore_eos), arrival=at)] = planned
     except RequestError as error:
         served.refused += 1
         served.reason = served.reason or str(error)

@@ -101,8 +101,8 @@ class Intake:
                 ) from None
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
-        bad = next((t for t in tokens if not 0 <= t < self.vocab_size), None)
-        if bad is not None:
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            bad = next(t for t in tokens if not 0 <= t < self.vocab_size)
             raise RequestError(f"token id {bad} is outside the vocabulary; ids go from 0 to {self.vocab_size - 1}")
         return tokens
 

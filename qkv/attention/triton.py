@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qkv.policies.quantizer.base import Quantizer
 
 MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
+MIN_BLOCK_SIZE = 8
 MAX_BLOCK_SIZE = 256
 
 
@@ -44,6 +45,8 @@ class TritonBackend(AttentionBackend):
             return f"Triton kernels need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or newer, this GPU has {has}"
         if layer.Hq // layer.H > spec.MAX_GROUP:
             return f"{layer.Hq // layer.H} query heads share a kv head; Triton kernels take up to {spec.MAX_GROUP}"
+        if B < MIN_BLOCK_SIZE:
+            return f"block_size {B} is below {MIN_BLOCK_SIZE}"
         if B > MAX_BLOCK_SIZE:
             return f"block_size {B} is above {MAX_BLOCK_SIZE}"
         return spec.refusal(k, layer.Dk) or spec.refusal(v, layer.Dv)

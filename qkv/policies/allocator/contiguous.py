@@ -28,7 +28,7 @@ class Contiguous(BlockAllocator):
 
     def __post_init__(self) -> None:
         power_of_two = self.block_size & (self.block_size - 1) == 0
-        require(8 <= self.block_size <= 256 and power_of_two, "block_size", self.block_size, "8, 16, 32, 64, 128 or 256")
+        require(4 <= self.block_size <= 256 and power_of_two, "block_size", self.block_size, "4, 8, 16, 32, 64, 128 or 256")
         require(self.max_len is None or self.max_len >= 1, "max_len", self.max_len, "at least 1, or null")
 
     def bind(self, num_blocks: int, evictor: Evictor, max_blocks_per_request: int) -> None:
