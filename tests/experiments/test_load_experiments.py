@@ -118,12 +118,12 @@ def test_a_trace_has_no_arrivals_here_but_keeps_its_lengths(tmp_path: Path) -> N
     assert record["knee"]["reason"] == "the only level tried"
 
 
-def test_what_cannot_be_served_is_counted_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_served_is_counted_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     levels = ["levels=[4]", "requests_per_level=20", "scheduler.max_model_len=600", *SMALL]
     (row,) = run_it(tmp_path, "experiment=concurrency", *levels)["rows"]
     assert row["requests"]["refused"] > 0
     assert row["requests"]["served"] + row["requests"]["refused"] == 80
-    assert f"{row['requests']['refused']} requests were refused" in caplog.text
+    assert f"{row['requests']['refused']} requests were refused" in capsys.readouterr().err
 
 
 def test_how_a_row_came_about_goes_to_the_logger(tmp_path: Path) -> None:
