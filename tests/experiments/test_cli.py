@@ -33,7 +33,7 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "choose what to do: experiment=NAME. Allowed: bench_attention, "),
+        ([], "choose what to do: experiment=NAME. Allowed: "),
         (["experiment=comprae"], "unknown experiment 'comprae'; did you mean 'compare'?"),
         (["experiment=compare", "quantizer=int9"], "unknown quantizer 'int9'; did you mean 'int8'?"),
         (["experiment=compare", "quantizrs=[none]"], "unknown key 'quantizrs'; did you mean 'quantizers'?"),

@@ -58,7 +58,11 @@ SMALLER: dict[str, Any] = {
 }
 # What has no smaller default: a tiny real model where a real one runs, and text that is always there.
 REAL = ["model=llama3-8b-tiny", "model.dtype=float32", "data=pydoc", "cache.memory_bytes=4MiB"]
-NEEDED = {"frontier": ["cache.memory_bytes=null"], "recommend": ["plan.device_memory=1GiB", "plan.context=600"]}
+NEEDED = {
+    "ablation": ["tokens_per_document=170", "error_documents=1"],
+    "frontier": ["cache.memory_bytes=null"],
+    "recommend": ["plan.device_memory=1GiB", "plan.context=600"],
+}
 
 
 def smaller(name: str) -> list[str]:
