@@ -8,12 +8,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from experiments._kernel_cases import empty_plane
 from qkv_kernels.format import KVFormat
 from qkv_kernels.reference.attend import Plane, Rule
+from qkv_kernels.reference.overlay import Rows
 
 ROTATE_BYTES = 512 << 20  # calls of one measurement touch different pages until they cover this much: more than any L2
 
@@ -52,7 +54,8 @@ def make_pages(formats: tuple[KVFormat, KVFormat], shape: Shape, device: torch.d
     blocks = -(-shape.context // shape.block_size)
     sets = max(1, min(16, -(-rotate_bytes // int(shape.kv_bytes(formats)))))
     N = 1 + sets * shape.requests * blocks
-    k, v = (_filled(empty_plane(f, N, shape.kv_heads, shape.block_size, shape.head_dim, device)) for f in formats)
+    plane = partial(empty_plane, slots=shape.requests, raw_dtype=torch.bfloat16)
+    k, v = (_filled(plane(f, N, shape.kv_heads, shape.block_size, shape.head_dim, device)) for f in formats)
     order = (torch.randperm(N - 1, device=device) + 1).int().view(sets, shape.requests, blocks)
     seq_lens = torch.full((shape.requests,), shape.context, dtype=torch.int32, device=device)
     return Pages(k, v, [t.contiguous() for t in order], seq_lens)
@@ -72,6 +75,9 @@ def _filled(plane: Plane) -> Plane:
             scale.fill_(step)
     if plane.zero is not None:
         plane.zero.zero_()
+    for raw in (plane.tail, plane.sink):
+        if raw is not None:
+            raw.normal_()
     return plane
 
 
@@ -119,6 +125,12 @@ def _queries(shape: Shape, rows: int, device: torch.device) -> torch.Tensor:
     return torch.randn(rows, shape.heads, shape.head_dim, dtype=torch.bfloat16, device=device)
 
 
+def _rows(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one new token per request."""
+    size = (shape.requests, shape.kv_heads, shape.head_dim)
+    return torch.randn(size, dtype=torch.bfloat16, device=device), torch.randn(size, dtype=torch.bfloat16, device=device)
+
+
 def decode_seconds(
     formats: tuple[KVFormat, KVFormat], shape: Shape, device: torch.device, rotate_bytes: int = ROTATE_BYTES
 ) -> float:
@@ -128,10 +140,12 @@ def decode_seconds(
 
     pages, q = make_pages(formats, shape, device, rotate_bytes), _queries(shape, shape.requests, device)
     out, rule = torch.empty_like(q), Rule(shape.head_dim**-0.5)
+    new, slots = _rows(shape, device), torch.arange(shape.requests, device=device)
+    rows = Rows(*new, False, slots, slots)
     splits = split_count(shape.requests, shape.kv_heads, shape.context, tuning.processors(device))
 
     def call(table: torch.Tensor) -> Callable[[], object]:
-        return lambda: decode(q, pages.k, pages.v, table, pages.seq_lens, rule, out, splits)
+        return lambda: decode(q, pages.k, pages.v, table, pages.seq_lens, rule, out, splits, rows)
 
     return seconds([call(table) for table in pages.tables], device)
 
@@ -153,7 +167,7 @@ def append_seconds(formats: tuple[KVFormat, KVFormat], shape: Shape, device: tor
     from qkv_kernels.triton.append import append
 
     pages = make_pages(formats, shape, device)
-    k, v = (torch.randn(shape.requests, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16, device=device) for _ in range(2))
+    k, v = _rows(shape, device)
     slots = [table[:, -1].long() * shape.block_size for table in pages.tables]
     return seconds([lambda s=s: append(k, v, pages.k, pages.v, s) for s in slots], device)  # type: ignore[misc]
 

@@ -60,6 +60,20 @@ CPU_FORMATS = FORMATS | {
 }
 
 
+def _block(bits: int, **more: int) -> tuple[KVFormat, KVFormat]:
+    k = KVFormat(bits, _INT4, "block_channel", zero="float", unit="block", **more)  # type: ignore[arg-type]
+    return k, KVFormat(bits, _INT4, "token_group", zero="float", group=32, unit="block", **more)  # type: ignore[arg-type]
+
+
+# Formats that keep raw rows: they are stored by other kernels, and attention reads those rows too.
+RAW_ROW_FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
+    "kivi4": _block(4),
+    "kivi3": _block(3, tail_blocks=1),
+    "kivi2": _block(2),
+    "int8_sinks": (replace(FORMATS["int8"][0], sink_tokens=4), replace(_TOKEN8, sink_tokens=4)),
+}
+
+
 @dataclass
 class Pool:
     """One layer's pages with `lengths` tokens per request, in shuffled blocks. k_rows, v_rows [T, H, D]: what was encoded."""
@@ -74,8 +88,22 @@ class Pool:
     lengths: list[int]
 
 
-def empty_plane(fmt: KVFormat, N: int, H: int, B: int, D: int, device: torch.device | str, gap: int = 0) -> Plane:
-    """Planes of N blocks, poisoned but for the null block; statics not filled. gap: unused heads between pages of codes."""
+def empty_plane(
+    fmt: KVFormat,
+    N: int,
+    H: int,
+    B: int,
+    D: int,
+    device: torch.device | str,
+    gap: int = 0,
+    slots: int = 0,
+    raw_dtype: torch.dtype = torch.float32,
+) -> Plane:
+    """Planes of N blocks, poisoned but for the null block; statics not filled. gap: unused heads between pages of codes.
+    slots: of raw tails and sinks, where the format keeps such, in raw_dtype."""
+
+    def raw(rows: int) -> torch.Tensor | None:
+        return torch.full((slots, H, rows, D), torch.nan, dtype=raw_dtype, device=device) if rows else None
 
     def plane(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         pool = torch.empty(N, H + gap, *shape[2:], dtype=dtype, device=device)[:, :H]
@@ -93,6 +121,8 @@ def empty_plane(fmt: KVFormat, N: int, H: int, B: int, D: int, device: torch.dev
         plane(shape, fmt.scale_dtype) if shape and zero else None,
         torch.ones(static, device=device) if static is not None else None,
         torch.zeros(static, device=device) if static is not None and zero else None,
+        raw(fmt.tail_rows(B)),
+        raw(fmt.sink_tokens),
     )
 
 

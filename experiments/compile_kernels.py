@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from experiments import _machine_code as machine_code
 from experiments._gpus import GPUS
-from experiments._kernel_cases import FORMATS, empty_plane
+from experiments._kernel_cases import FORMATS, RAW_ROW_FORMATS, empty_plane
 from experiments.base import EXPERIMENTS, Experiment, Run
 from experiments.table import number, show
 from qkv.errors import ConfigError, QkvError
@@ -24,7 +24,7 @@ from qkv_kernels.reference.attend import Rule
 
 OPS = ("append", "decode", "extend")
 _CHANNEL4 = KVFormat(4, torch.uint8, "channel", torch.float32, "float")
-COMPILED = FORMATS | {"int4": (_CHANNEL4, KVFormat(4, torch.uint8, "token_group", zero="float", group=32))}
+COMPILED = FORMATS | RAW_ROW_FORMATS | {"int4": (_CHANNEL4, KVFormat(4, torch.uint8, "token_group", zero="float", group=32))}
 _TOKENS, _KV_HEADS, _BLOCKS = 64, 8, 512  # of the launch that is compiled; only strides enter the code
 _DECODES, _CONTEXT = 64, 8192  # of the step that bound_us is stated for, with _KV_HEADS kv heads
 
@@ -105,7 +105,9 @@ class CompileKernels(Experiment):
         return out
 
     def _launches(self, op: str, name: str, arch: str, D: int, B: int) -> list[Any]:
+        from qkv_kernels.reference.overlay import Rows
         from qkv_kernels.triton.append import append_launches
+        from qkv_kernels.triton.blocks import keep_launches, seal_launches
         from qkv_kernels.triton.decode import decode_launches
         from qkv_kernels.triton.extend import extend_launches
 
@@ -114,14 +116,20 @@ class CompileKernels(Experiment):
         def meta(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(*shape, dtype=of, device="meta")
 
-        k, v = (empty_plane(fmt, _BLOCKS, H, B, D, "meta") for fmt in COMPILED[name])
+        k, v = (empty_plane(fmt, _BLOCKS, H, B, D, "meta", slots=T, raw_dtype=dtype) for fmt in COMPILED[name])
         q, out, rule = meta(T, H * self.group, D), meta(T, H * self.group, D), Rule(D**-0.5)
         table, lens = meta(T, 512, of=torch.int32), meta(T, of=torch.int32)
+        start, slots = meta(T + 1, of=torch.int32), meta(T, of=torch.int64)
+        rows = Rows(meta(T, H, D), meta(T, H, D), False, slots, slots)
         if op == "append":
-            return append_launches(meta(T, H, D), meta(T, H, D), k, v, meta(T, of=torch.int64), arch)
+            launches = keep_launches(rows, k, v, start, lens, T, True, arch) if k.sink is not None else []
+            if k.tail is None:
+                return launches + append_launches(rows.k, rows.v, k, v, slots, arch)
+            launches += seal_launches(rows, k, v, table, start, lens, T, arch)
+            return launches + keep_launches(rows, k, v, start, lens, T, False, arch)
         if op == "decode":
-            return decode_launches(q, k, v, table, lens, rule, out, self.splits, arch)
-        return extend_launches(q, k, v, table, meta(T + 1, of=torch.int32), lens, T, rule, out, arch)
+            return decode_launches(q, k, v, table, lens, rule, out, self.splits, arch, rows)
+        return extend_launches(q, k, v, table, start, lens, T, rule, out, arch, rows)
 
 
 def _row(kernel: str, name: str, arch: str, D: int, B: int, launch: Any, code: machine_code.Code) -> dict[str, Any]:
@@ -149,11 +157,11 @@ def _row(kernel: str, name: str, arch: str, D: int, B: int, launch: Any, code: m
         if not code.matrix and _multiplies_16_bits(P):
             wrong.append("no matrix instruction")
         if code.loops:
-            loop, threads, elements = min(code.loops, key=len), warps * gpu.wave, P.keys * (K.D + V.D)
+            loop, threads, elements = min(code.loops[:2], key=len), warps * gpu.wave, P.keys * (K.D + V.D)
             used = len(loop) * threads / elements
             read = sum(S.fmt.bytes_per_block(B, 1, S.D) for S in (K, V)) / (B * (K.D + V.D))
             row |= {
-                "load_bytes_min": _narrowest(loop, P.keys * sum(S.width * S.fmt.storage.itemsize for S in (K, V)), threads),
+                "load_bytes_min": _narrowest(loop, P.keys * sum(S.row_bytes for S in (K, V)), threads),
                 "conversions_per_element": machine_code.conversions(loop) * threads / elements,
                 "lane_instructions_per_element": used,
             }
@@ -162,7 +170,7 @@ def _row(kernel: str, name: str, arch: str, D: int, B: int, launch: Any, code: m
                 slowest = max(read / gpu.bandwidth, used / (gpu.lanes * gpu.processors * gpu.clock))
                 row |= {"bytes_per_element": read, "lane_instructions_available": available, "headroom": available / used}
                 row["bound_us"] = 1e6 * elements * slowest
-            wanted = min(8, *(_power_of_two_in(S.width * S.fmt.storage.itemsize) for S in (K, V)))
+            wanted = min(8, *(_power_of_two_in(S.row_bytes) for S in (K, V)))
             if kernel == "decode" and row["load_bytes_min"] < wanted:
                 wrong.append(f"loads codes {row['load_bytes_min']} bytes at a time, not {wanted}")
         else:

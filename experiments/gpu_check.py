@@ -24,7 +24,8 @@ import torch
 
 from experiments import _gpu_bench as bench
 from experiments._gpu_bench import Shape
-from experiments._kernel_cases import FORMATS, Pool, make_pool
+from experiments._gpu_raw_rows import check_raw_rows
+from experiments._kernel_cases import FORMATS, RAW_ROW_FORMATS, Pool, make_pool
 from experiments.record import Record
 from qkv_kernels.format import KVFormat
 from qkv_kernels.reference.attend import Plane, Rule, attend
@@ -39,6 +40,7 @@ TIMED = {
     "int8_token": FORMATS["int8_token"],
     "fp8_e5m2": FORMATS["fp8_e5m2"],
     "int4_token": FORMATS["int4_token"],
+    "kivi4": RAW_ROW_FORMATS["kivi4"],
 }
 # In order of importance. The first is the one that the project's targets are stated for.
 DECODES = [Shape(64, 8192), Shape(1, 8192), Shape(16, 8192), Shape(64, 2048), Shape(256, 2048), Shape(1, 32768), Shape(16, 32768)]
@@ -54,7 +56,12 @@ MEMORY_SHARE = 0.6  # of the GPU's memory that one case may take
 
 
 def check_format(name: str, device_name: str, dtype_name: str, head_dim: int = 128) -> dict[str, Any]:
-    """Append, decode and extend of one format against the reference on the CPU. errors: empty if all is well."""
+    """Append, decode and extend of one format against the reference on the CPU. errors: empty if all is well.
+
+    Formats that keep raw rows are checked in whole steps, because they store more than one op does.
+    """
+    if name in RAW_ROW_FORMATS:
+        return check_raw_rows(name, device_name, dtype_name, head_dim)
     from qkv_kernels.triton.append import append
     from qkv_kernels.triton.decode import decode
     from qkv_kernels.triton.extend import extend
@@ -164,7 +171,9 @@ class Check:
         self.append(shapes[0])
         self.extend([(Shape(1, 48, 4, 2, 64), 20)] if self.smoke else EXTENDS[:2])
         self.decode(shapes[1:5], ["bf16", "int8", "fp8_e4m3", "int4"])
-        wrong += self.correctness([n for n in (TIMED | FORMATS) if n not in ("bf16", "int8", "fp8_e4m3", "int4")])
+        wrong += self.correctness(
+            [n for n in (RAW_ROW_FORMATS | TIMED | FORMATS) if n not in ("bf16", "int8", "fp8_e4m3", "int4")]
+        )
         self.model()
         self.baselines(shapes[1:5])
         self.decode(shapes[5:], ["bf16", "int8", "fp8_e4m3", "int4"])
@@ -252,7 +261,7 @@ class Check:
                         self._say("decode", name, str(shape), f"{s * 1e6:,.1f} us")
 
     def append(self, shape: Shape) -> None:
-        for name in list(TIMED)[: 2 if self.smoke else None]:
+        for name in [n for n in TIMED if n not in RAW_ROW_FORMATS][: 2 if self.smoke else None]:
             if self.device.type != "cuda" and name == "bf16":
                 continue
             with self._part(f"append {name}", 5):

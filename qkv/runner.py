@@ -72,6 +72,7 @@ class Runner:
         self._rows: dict[int, int] = {}  # request id -> row of _tables
         self._free_rows = list(range(R - 1, -1, -1))
         self._synced = [0] * R  # blocks of the request that the row reflects
+        self._kept = False, False  # whether requests own raw tails, and sinks
         self._all_rows = torch.arange(R, device=device)
         self.graphs = DecodeGraphs(self._decode_rows, R) if cuda_graphs and backend.capturable and device.type == "cuda" else None
 
@@ -98,6 +99,7 @@ class Runner:
         if rows is None:
             return None
         if not graphs.has(rows):
+            self._kept = plan.decodes[0].tail_slot >= 0, plan.decodes[0].sink_slot >= 0
             self._pad(0, 0, rows)
             self._upload(rows)
             if not graphs.prepare(rows):
@@ -113,10 +115,14 @@ class Runner:
         self._seq_lens.host[request:rows] = 0
         self._block_table.host[request:rows] = 0
         self._query_start.host[request : rows + 1] = np.arange(request, rows + 1)
+        self._tail_slots.host[request:rows] = self._sink_slots.host[request:rows] = 0
 
     def _upload(self, rows: int) -> None:
         for buffer in (self._input_ids, self._positions, self._slots, self._seq_lens, self._block_table):
             buffer.device(rows)
+        for buffer, kept in zip((self._tail_slots, self._sink_slots), self._kept, strict=True):
+            if kept:
+                buffer.device(rows)
         self._query_start.device(rows + 1)
 
     def _decode_rows(self, rows: int) -> torch.Tensor:
@@ -132,6 +138,8 @@ class Runner:
             query_start_list=list(range(rows + 1)),
             num_decodes=rows,
             block_size=self.block_size,
+            tail_slots=self._tail_slots.view(rows) if self._kept[0] else None,
+            sink_slots=self._sink_slots.view(rows) if self._kept[1] else None,
         )
         context = StepContext(self.backend, meta)
         return self.adapter.forward(self._input_ids.view(rows), meta.positions, self._all_rows[:rows], context)

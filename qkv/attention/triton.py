@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from qkv.attention.base import BACKENDS, AttentionBackend, Reads
+from qkv.errors import ConfigError
 from qkv.layout import AttentionMetadata, KVFormat, LayerShape
 from qkv_kernels.reference.attend import Plane, Rule
+from qkv_kernels.reference.overlay import Rows
 from qkv_kernels.triton import spec
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class TritonBackend(AttentionBackend):
     """
 
     fused: ClassVar[bool] = True
+    keeps_raw_rows: ClassVar[bool] = True
     capturable: ClassVar[bool] = True
 
     def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:
@@ -49,7 +52,7 @@ class TritonBackend(AttentionBackend):
             return f"block_size {B} is below {MIN_BLOCK_SIZE}"
         if B > MAX_BLOCK_SIZE:
             return f"block_size {B} is above {MAX_BLOCK_SIZE}"
-        return spec.refusal(k, layer.Dk) or spec.refusal(v, layer.Dv)
+        return spec.refusal(k, layer.Dk) or spec.refusal(v, layer.Dv) or spec.pair_refusal(k, v)
 
     def declines(self, dtype: torch.dtype, reads: Reads, deterministic: bool) -> str | None:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -69,13 +72,18 @@ class TritonBackend(AttentionBackend):
             [
                 (
                     p.heads,
-                    Plane(p.k_format, p.k_codes, p.k_scale, p.k_zero, s.k_scale, s.k_zero),
-                    Plane(p.v_format, p.v_codes, p.v_scale, p.v_zero, s.v_scale, s.v_zero),
+                    Plane(p.k_format, p.k_codes, p.k_scale, p.k_zero, s.k_scale, s.k_zero, p.k_tail, p.k_sink),
+                    Plane(p.v_format, p.v_codes, p.v_scale, p.v_zero, s.v_scale, s.v_zero, p.v_tail, p.v_sink),
                 )
                 for p, s in zip(store.planes(i), quantizer.statics(i), strict=True)
             ]
             for i in range(len(layers))
         ]
+        if self._custom and any(k.tail is not None for parts in self._planes for _, k, _ in parts):
+            raise ConfigError(
+                f"quantizer {quantizer.name} encodes whole blocks in Python, which the triton backend runs for single tokens "
+                "only: use attention.backend=reference, or an encode_rule of minmax, absmax or static"
+            )
 
     def attend(
         self,
@@ -86,7 +94,7 @@ class TritonBackend(AttentionBackend):
         meta: AttentionMetadata,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from qkv_kernels.triton.append import append
+        from qkv_kernels.triton import blocks
         from qkv_kernels.triton.decode import decode, split_count
         from qkv_kernels.triton.extend import extend
 
@@ -96,17 +104,14 @@ class TritonBackend(AttentionBackend):
         out[rows:].zero_()
         for part, (heads, k_plane, v_plane) in enumerate(self._planes[layer]):
             kv, qs = slice(heads.start, heads.stop), slice(heads.start * G, heads.stop * G)
-            if self._custom:
-                self._store_custom(layer, part, k[:, kv], v[:, kv], k_plane, v_plane, meta.slots)
-            else:
-                append(k[:, kv], v[:, kv], k_plane, v_plane, meta.slots)
+            new = Rows(k[:, kv], v[:, kv], tail_slots=meta.tail_slots, sink_slots=meta.sink_slots)
+            self._store(layer, part, new, k_plane, v_plane, meta)
             rule = Rule(shape.scaling, shape.window, shape.softcap, None if sinks is None else sinks[qs])
             if n:
                 splits = split_count(n, len(heads), max(meta.seq_lens_list[:n]), self._processors)
-                decode(q[:n, qs], k_plane, v_plane, meta.block_table[:n], meta.seq_lens[:n], rule, out[:n, qs], splits)
+                decode(q[:n, qs], k_plane, v_plane, meta.block_table[:n], meta.seq_lens[:n], rule, out[:n, qs], splits, new)
             if n < R:
-                starts = meta.query_start_list
-                longest = max(b - a for a, b in zip(starts[n:], starts[n + 1 :], strict=False))
+                later = [None if s is None else s[n:] for s in (meta.tail_slots, meta.sink_slots)]
                 extend(
                     q[:, qs],
                     k_plane,
@@ -114,11 +119,27 @@ class TritonBackend(AttentionBackend):
                     meta.block_table[n:],
                     meta.query_start[n:],
                     meta.seq_lens[n:],
-                    longest,
+                    _longest(meta, n),
                     rule,
                     out[:, qs],
+                    Rows(new.k, new.v, False, *later),
                 )
+            if k_plane.tail is not None:
+                blocks.keep_last(new, k_plane, v_plane, meta.query_start, meta.seq_lens, _longest(meta))
         return out
+
+    def _store(self, layer: int, part: int, new: Rows, k: Plane, v: Plane, meta: AttentionMetadata) -> None:
+        """Encode and write what this call makes final: its rows, or for block-unit formats the blocks that it completes."""
+        from qkv_kernels.triton import append, blocks
+
+        if k.sink is not None:
+            blocks.keep_first(new, k, v, meta.query_start, meta.seq_lens, _longest(meta))
+        if k.tail is not None:
+            blocks.seal(new, k, v, meta.block_table, meta.query_start, meta.seq_lens, _longest(meta))
+        elif self._custom:
+            self._store_custom(layer, part, new.k, new.v, k, v, meta.slots)
+        else:
+            append.append(new.k, new.v, k, v, meta.slots)
 
     def _store_custom(
         self, layer: int, part: int, k: torch.Tensor, v: torch.Tensor, k_plane: Plane, v_plane: Plane, slots: torch.Tensor
@@ -132,3 +153,9 @@ class TritonBackend(AttentionBackend):
             for pool, rows in ((plane.codes, codes.data), (plane.scale, codes.scale), (plane.zero, codes.zero)):
                 if pool is not None and rows is not None:
                     scatter(pool, rows, slots)
+
+
+def _longest(meta: AttentionMetadata, first: int = 0) -> int:
+    """Rows of the longest request from `first` on."""
+    starts = meta.query_start_list
+    return max(b - a for a, b in zip(starts[first:], starts[first + 1 :], strict=False))

@@ -27,7 +27,7 @@ class Rerun:
 
 
 def generate(
-    graphs: bool, quantizer: str, backend: str = "reference", lengths: tuple[int, ...] = (12, 3, 9, 6, 20)
+    graphs: bool, quantizer: str | dict[str, object], backend: str = "reference", lengths: tuple[int, ...] = (12, 3, 9, 6, 20)
 ) -> list[list[int]]:
     with make(quantizer, backend=backend, max_num_seqs=6) as engine:
         runner = engine._parts.runner
@@ -50,13 +50,14 @@ def test_replayed_steps_give_the_same_tokens(quantizer: str) -> None:
 
 
 @pytest.mark.slow
-def test_padding_rows_write_nothing_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantizer", ["int8", {"name": "kivi", "bits": 2}], ids=["int8", "kivi2"])
+def test_padding_rows_write_nothing_in_the_kernels(monkeypatch: pytest.MonkeyPatch, quantizer: str | dict[str, object]) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     from qkv.attention.triton import TritonBackend
 
     scales("int8", "llama")
     monkeypatch.setattr(TritonBackend, "supports", lambda *_: None)
-    assert generate(True, "int8", "triton", (3, 2, 3)) == generate(False, "int8", "triton", (3, 2, 3))
+    assert generate(True, quantizer, "triton", (3, 2, 3)) == generate(False, quantizer, "triton", (3, 2, 3))
 
 
 def test_sizes_are_a_ladder() -> None:

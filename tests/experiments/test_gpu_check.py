@@ -50,6 +50,18 @@ def test_correctness_of_a_format(name: str) -> None:
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["int8_sinks", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kivi4", "kivi3", "kivi2"))])
+def test_correctness_of_a_format_with_raw_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr("experiments._gpu_raw_rows.STEPS", ([20, 3, 17], [1, 1, 1], [14, 1, 2]))
+    row = gpu_check.check_format(name, "cpu", "float32", 64)
+    assert row["errors"] == []
+    assert 0 < row["step_error"] < 1e-4
+    monkeypatch.setattr("qkv_kernels.triton.blocks.keep_first", lambda *_: None)
+    assert name != "int8_sinks" or gpu_check.check_format(name, "cpu", "float32", 64)["errors"]
+
+
+@pytest.mark.interpreter
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr("qkv_kernels.triton.decode.decode", lambda q, *_: _[5].copy_(q))

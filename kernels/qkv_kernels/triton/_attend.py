@@ -16,7 +16,8 @@ online maximum is taken over score + e. Online softmax: Milakov and Gimelshein 2
 import triton
 import triton.language as tl
 
-from qkv_kernels.triton._tiles import load_keys, load_rows, load_static, row_at, values
+from qkv_kernels.triton._raw import load_raw, raw_from, raw_rows
+from qkv_kernels.triton._tiles import load_codes, load_keys, load_static, row_at, values
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -59,17 +60,24 @@ def fold_static(q, head, stream: tl.constexpr, static_scale, static_zero, K: tl.
 
 @triton.jit
 def scan(
-    q_low, q_high, q_total, factor, bias, position, acc_low, acc_high, top, total, offset, start, stop, head, table,
+    q_low, q_high, q_total, factor, bias, position, acc_low, acc_high, top, total, offset, start, stop, gap, skip, head, table,
     k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds keys start ... stop - 1 (start a multiple of P.keys) to the running state, which it returns.
 
-    position [rows]: of each query row. Without MASKED, stop is a multiple of P.keys and every row sees every key.
+    position [rows]: of each query row. Without MASKED, stop is a multiple of P.keys and every row sees every key. With MASKED,
+    `skip` keys from `gap` on are left out (formats with raw rows only; both multiples of P.keys).
     """
-    for begin in range(start, stop, P.keys):
+    for at in range(start, stop, P.keys):
+        begin = at
+        if MASKED and K.mixed:
+            begin = tl.where(at < gap, at, at + skip)
+        last = stop
+        if MASKED and K.mixed:
+            last = stop + skip
         j = begin + tl.arange(0, P.keys)
-        keep = j < stop
+        keep = j < last
         if K.B % P.keys == 0:  # one page per tile
             page = tl.load(table + begin // K.B).to(tl.int64) + tl.full([P.keys], 0, tl.int64)
             within = begin % K.B + tl.arange(0, P.keys)
@@ -77,10 +85,11 @@ def scan(
             page = tl.load(table + j // K.B, mask=keep, other=0).to(tl.int64)
             within = j % K.B
         row = row_at(page, head, within, K.codes[0], K.codes[1], K.codes[2], K.far)
-        k_stored = load_rows(k_codes, row, keep, MASKED, K.width, K.lanes)
+        k_stored = load_codes(k_codes, row, keep, MASKED, K)
         row = row_at(page, head, within, V.codes[0], V.codes[1], V.codes[2], V.far)
-        v_stored = load_rows(v_codes, row, keep, MASKED, V.width, V.lanes)
+        v_stored = load_codes(v_codes, row, keep, MASKED, V)
         k_scale_row, k_zero_row, v_scale_row, v_zero_row = page, page, page, page
+        k_keep, v_keep = keep, keep
         if K.scale == "token" or K.scale == "group":
             k_scale_row = row_at(page, head, within, K.scales[0], K.scales[1], K.scales[2], K.far)
             if K.zero != "none":
@@ -89,11 +98,15 @@ def scan(
             v_scale_row = row_at(page, head, within, V.scales[0], V.scales[1], V.scales[2], V.far)
             if V.zero != "none":
                 v_zero_row = row_at(page, head, within, V.zeros[0], V.zeros[1], V.zeros[2], V.far)
+        if K.scale == "block":
+            k_scale_row, k_zero_row, k_keep = block_rows(table, begin, last, head, P.k_pages, K, P)
+        if V.scale == "block":
+            v_scale_row, v_zero_row, v_keep = block_rows(table, begin, last, head, P.v_pages, V, P)
 
-        k = values(k_stored, k_scale, k_zero, k_scale_row, k_zero_row, keep, 0, K, P.mat_k, True, MASKED)
+        k = values(k_stored, k_scale, k_zero, k_scale_row, k_zero_row, k_keep, 0, K, P.mat_k, True, MASKED)
         score = tl.dot(q_low, tl.trans(k), input_precision="ieee")
         if K.streams == 2:
-            k = values(k_stored, k_scale, k_zero, k_scale_row, k_zero_row, keep, 1, K, P.mat_k, True, MASKED)
+            k = values(k_stored, k_scale, k_zero, k_scale_row, k_zero_row, k_keep, 1, K, P.mat_k, True, MASKED)
             score = tl.dot(q_high, tl.trans(k), score, input_precision="ieee")
         if K.scale == "token":
             s = load_keys(k_scale, k_scale_row, keep, 1.0, MASKED)
@@ -112,6 +125,10 @@ def scan(
             seen = (j[None, :] <= position[:, None]) & keep[None, :]
             if P.window is not None:
                 seen = seen & (position[:, None] - j[None, :] < P.window)
+            if K.has_tail:
+                seen = seen & (j[None, :] < raw_from(position, K)[:, None])
+            if K.has_sink:
+                seen = seen & (j >= K.sinks)[None, :]
             score = tl.where(seen, score, float("-inf"))
 
         if V.scale == "token":
@@ -138,12 +155,69 @@ def scan(
             total = total * fade + tl.sum(weight, 1)
         top = higher
         weight = weight.to(P.mat_v)
-        v = values(v_stored, v_scale, v_zero, v_scale_row, v_zero_row, keep, 0, V, P.mat_v, False, MASKED)
+        v = values(v_stored, v_scale, v_zero, v_scale_row, v_zero_row, v_keep, 0, V, P.mat_v, False, MASKED)
         acc_low = tl.dot(weight, v, acc_low * fade[:, None], input_precision="ieee")
         if V.streams == 2:
-            v = values(v_stored, v_scale, v_zero, v_scale_row, v_zero_row, keep, 1, V, P.mat_v, False, MASKED)
+            v = values(v_stored, v_scale, v_zero, v_scale_row, v_zero_row, v_keep, 1, V, P.mat_v, False, MASKED)
             acc_high = tl.dot(weight, v, acc_high * fade[:, None], input_precision="ieee")
     return acc_low, acc_high, top, total, offset
+
+
+@triton.jit
+def block_rows(table, begin, stop, head, PAGES: tl.constexpr, S: tl.constexpr, P: tl.constexpr):
+    """Where scales and zeros of channels begin for the pages of a tile of keys, and which pages exist: [PAGES] each."""
+    TILE: tl.constexpr = P.keys
+    if TILE == PAGES:  # blocks that do not divide a tile: the page of every key
+        block = (begin + tl.arange(0, PAGES)) // S.B
+    else:
+        block = begin // S.B + tl.arange(0, PAGES)
+    keep = block * S.B < stop
+    page = tl.load(table + block, mask=keep, other=0).to(tl.int64)
+    zero_row = page
+    if S.zero != "none":
+        zero_row = row_at(page, head, 0, S.zeros[0], S.zeros[1], S.zeros[2], S.far)
+    return row_at(page, head, 0, S.scales[0], S.scales[1], S.scales[2], S.far), zero_row, keep
+
+
+@triton.jit
+def scan_raw(
+    q_low, q_high, position, acc_low, acc_high, top, total, start, stop, head, k_new, v_new, k_kept, v_kept, slot, first_row,
+    first_position, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys among start ... stop - 1 that rows read raw: with SINK the first ones, else what is not encoded yet.
+
+    q_low, q_high: queries as they are. acc in units of values, its weights relative to 2^top.
+    """
+    scaling: tl.constexpr = P.scaling if P.softcap is not None else P.scaling * 1.4426950408889634
+    for begin in range(start, stop, P.raw_keys):
+        j = begin + tl.arange(0, P.raw_keys)
+        keep = j < stop
+        rows = raw_rows(k_new, k_kept, j, first_row, first_position, slot, head, k_stride_t, k_stride_h, K, SINK)
+        score = tl.dot(q_low, tl.trans(load_raw(rows, keep, 0, K, P.mat_raw)), input_precision="ieee")
+        if K.streams == 2:
+            score = tl.dot(q_high, tl.trans(load_raw(rows, keep, 1, K, P.mat_raw)), score, input_precision="ieee")
+        score *= scaling
+        if P.softcap is not None:
+            score = softcap(score, P.softcap) * LOG2E
+        seen = (j[None, :] <= position[:, None]) & keep[None, :]
+        if P.window is not None:
+            seen = seen & (position[:, None] - j[None, :] < P.window)
+        if not SINK:
+            seen = seen & (j[None, :] >= raw_from(position, K)[:, None]) & (j >= K.sinks)[None, :]
+        score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.exp2(top - base)
+        weight = tl.exp2(score - base[:, None])
+        total = total * fade + tl.sum(weight, 1)
+        top = higher
+        weight = weight.to(P.mat_raw)
+        rows = raw_rows(v_new, v_kept, j, first_row, first_position, slot, head, v_stride_t, v_stride_h, V, SINK)
+        acc_low = tl.dot(weight, load_raw(rows, keep, 0, V, P.mat_raw), acc_low * fade[:, None], input_precision="ieee")
+        if V.streams == 2:
+            acc_high = tl.dot(weight, load_raw(rows, keep, 1, V, P.mat_raw), acc_high * fade[:, None], input_precision="ieee")
+    return acc_low, acc_high, top, total
 
 
 @triton.jit
@@ -155,12 +229,14 @@ def softcap(x, CAP: tl.constexpr):
 @triton.jit
 def attend_rows(
     q_rows, row_kept, position, start, full, stop, head, table,
-    k_codes, k_scale, k_zero, k_static_scale, k_static_zero, v_codes, v_scale, v_zero,
+    k_codes, k_scale, k_zero, k_static_scale, k_static_zero, v_codes, v_scale, v_zero, v_static_scale, v_static_zero, raw,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Rows over keys start ... stop - 1, of which start ... full - 1 are whole tiles that every row sees.
 
-    Returns acc of both streams in units of codes with zero points added, top and total [rows].
+    raw: for formats with raw rows, where they are and which keys may be among them (see raw_parts).
+    Returns acc of both streams in units of codes with zero points added (of values, for formats with raw rows), top and
+    total [rows].
     """
     q_low, q_high, q_total, factor, bias = load_query(q_rows, row_kept, head, k_static_scale, k_static_zero, K, P)
     acc_low = tl.full([P.rows, V.lanes], 0, tl.float32)
@@ -168,30 +244,66 @@ def attend_rows(
     top = tl.full([P.rows], float("-inf"), tl.float32)
     total = tl.full([P.rows], 0, tl.float32)
     offset = tl.full([P.rows], 0, tl.float32)
+    gap, skip = start, 0
     if P.window is None:
+        if K.has_sink:  # the tiles that hold sinks are masked
+            gap = tl.minimum(tl.maximum(start, (K.sinks + P.keys - 1) // P.keys * P.keys), full)
         acc_low, acc_high, top, total, offset = scan(
-            q_low, q_high, q_total, factor, bias, position, acc_low, acc_high, top, total, offset, start, full, head, table,
+            q_low, q_high, q_total, factor, bias, position, acc_low, acc_high, top, total, offset, gap, full, 0, 0, head, table,
             k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, K, V, P, False,
         )  # fmt: skip
-        start = full
+        if K.mixed:
+            skip = full - gap
+        else:
+            start = full
     acc_low, acc_high, top, total, offset = scan(
-        q_low, q_high, q_total, factor, bias, position, acc_low, acc_high, top, total, offset, start, stop, head, table,
-        k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, K, V, P, True,
+        q_low, q_high, q_total, factor, bias, position, acc_low, acc_high, top, total, offset, start, stop - skip, gap, skip,
+        head, table, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, K, V, P, True,
     )  # fmt: skip
     acc_low = acc_low * V.unit
     acc_high = acc_high * V.unit
     if V.scale == "token" and V.zero != "none":
         acc_low += offset[:, None]
         acc_high += offset[:, None]
+    if K.mixed:
+        acc_low = place_static(acc_low, total, head, 0, v_static_scale, v_static_zero, V)
+        if V.streams == 2:
+            acc_high = place_static(acc_high, total, head, 1, v_static_scale, v_static_zero, V)
+        (k_new, v_new, k_tail, v_tail, k_sink, v_sink, tail_slot, sink_slot, first_row, first_position, raw_start, raw_stop,
+         sink_stop, k_stride_t, k_stride_h, v_stride_t, v_stride_h) = raw  # fmt: skip
+        c = tl.arange(0, K.lanes)
+        mask = row_kept[:, None] & (c < K.width)[None, :]
+        q_low = tl.load(q_rows[:, None] + c[None, :], mask=mask, other=0).to(P.mat_raw)
+        q_high = q_low
+        if K.streams == 2:
+            q_high = tl.load(q_rows[:, None] + K.width + c[None, :], mask=mask, other=0).to(P.mat_raw)
+        if K.has_sink:
+            acc_low, acc_high, top, total = scan_raw(
+                q_low, q_high, position, acc_low, acc_high, top, total, 0, sink_stop, head, k_new, v_new, k_sink, v_sink,
+                sink_slot, first_row, first_position, k_stride_t, k_stride_h, v_stride_t, v_stride_h, K, V, P, True,
+            )  # fmt: skip
+        if K.has_tail:
+            acc_low, acc_high, top, total = scan_raw(
+                q_low, q_high, position, acc_low, acc_high, top, total, raw_start, raw_stop, head, k_new, v_new, k_tail, v_tail,
+                tail_slot, first_row, first_position, k_stride_t, k_stride_h, v_stride_t, v_stride_h, K, V, P, False,
+            )  # fmt: skip
     return acc_low, acc_high, top, total
 
 
 @triton.jit
 def finish(acc, share, total, head, stream: tl.constexpr, v_static_scale, v_static_zero, V: tl.constexpr):
-    """acc [rows, lanes] -> attention output: static scales and zeros, then the division.
+    """acc [rows, lanes] -> attention output: static scales and zeros, unless raw rows are in already, then the division.
 
     share [rows]: sum of the weights of keys; total [rows]: the same with the sink's weight. Rows without any weight give 0.
     """
+    if not V.mixed:
+        acc = place_static(acc, share, head, stream, v_static_scale, v_static_zero, V)
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def place_static(acc, share, head, stream: tl.constexpr, v_static_scale, v_static_zero, V: tl.constexpr):
+    """acc [rows, lanes] from units of codes to values; share [rows]: the sum of its weights."""
     if V.scale == "static":
         s = load_static(v_static_scale, head, stream, 0.0, False, V)[None, :]
         if V.zero == "float":
@@ -200,7 +312,7 @@ def finish(acc, share, total, head, stream: tl.constexpr, v_static_scale, v_stat
             acc = (acc - share[:, None] * load_static(v_static_zero, head, stream, 0.0, True, V)[None, :]) * s
         else:
             acc = acc * s
-    return acc / tl.where(total > 0, total, 1.0)[:, None]
+    return acc
 
 
 @triton.jit

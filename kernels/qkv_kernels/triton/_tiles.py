@@ -25,8 +25,13 @@ def row_at(
 @triton.jit
 def load_rows(base, row, keep, MASKED: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr):
     """[keys, LANES] elements at base + row[:, None] + channel; 0 where not kept or past WIDTH."""
+    return load_tile(base + row[:, None] + tl.arange(0, LANES)[None, :], keep, MASKED, WIDTH, LANES)
+
+
+@triton.jit
+def load_tile(at, keep, MASKED: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """Elements at pointers [keys, LANES]; 0 where not kept or past WIDTH."""
     c = tl.arange(0, LANES)
-    at = base + row[:, None] + c[None, :]
     if MASKED:
         if WIDTH == LANES:
             x = tl.load(at, mask=keep[:, None], other=0)
@@ -38,6 +43,27 @@ def load_rows(base, row, keep, MASKED: tl.constexpr, WIDTH: tl.constexpr, LANES:
         else:
             x = tl.load(at, mask=(c < WIDTH)[None, :], other=0)
     return x
+
+
+@triton.jit
+def load_codes(base, row, keep, MASKED: tl.constexpr, S: tl.constexpr):
+    """What rows store, [keys, lanes]: as it is, or the unsigned codes of 2 or 3 bits of all channels, one per byte."""
+    if S.kind == "int2" or S.kind == "int3":
+        x = load_bit_plane(base, row, keep, MASKED, 2, S)
+        if S.kind == "int3":
+            x = x | (load_bit_plane(base + S.D // 4, row, keep, MASKED, 1, S) << 2)
+    else:
+        x = load_rows(base, row, keep, MASKED, S.width, S.lanes)
+    return x
+
+
+@triton.jit
+def load_bit_plane(base, row, keep, MASKED: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr):
+    """[keys, lanes] uint8: byte j holds BITS each of channels j, j + D/n ..., n = 8/BITS (see reference/packing.py)."""
+    BYTES: tl.constexpr = S.D * BITS // 8
+    c = tl.arange(0, S.lanes)
+    x = load_tile(base + row[:, None] + (c % BYTES)[None, :], keep, MASKED, S.width, S.lanes)
+    return (x >> ((c // BYTES * BITS) & 7).to(tl.uint8)[None, :]) & ((1 << BITS) - 1)
 
 
 @triton.jit
@@ -84,6 +110,8 @@ def widen_plain(codes, stream: tl.constexpr, S: tl.constexpr):
         else:
             nibble = codes >> 4
         x = nibble.to(tl.float16) - 8.0
+    elif S.kind == "int3" or S.kind == "int2":
+        x = codes.to(tl.float16) - S.code_offset
     else:
         bits = codes.to(tl.uint16)
         if S.kind == "e5m2":  # the upper half of a float16
@@ -113,7 +141,8 @@ def widen_packed(codes, stream: tl.constexpr, S: tl.constexpr, PURE: tl.constexp
 def spread(x, S: tl.constexpr):
     """[keys, groups] -> [keys, lanes]: every channel gets its group's number."""
     keys: tl.constexpr = x.shape[0]
-    return tl.reshape(tl.broadcast_to(x[:, :, None], (keys, x.shape[1], S.group)), (keys, S.lanes))
+    groups: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, :, None], (keys, groups, S.group)), (keys, groups * S.group))
 
 
 @triton.jit
@@ -131,21 +160,35 @@ def values(
     MASKED: tl.constexpr,
 ):
     """Stored codes [keys, lanes] -> numbers of one stream for the matrix unit. Scales are applied here only where groups of
-    channels have their own; all others are placed outside the product."""
+    channels or channels of a block have their own; all others are placed outside the product. scale_row, zero_row and keep are
+    of keys, or of pages for scales of blocks."""
     x = widen(stored, stream, S, MAT, PURE)
-    if S.scale == "group":
-        at = stream * S.groups
-        s = load_rows(scale + at, scale_row, keep, MASKED, S.groups, S.lanes // S.group)
-        s = spread((s.to(tl.float32) * S.code_unit).to(MAT), S)
+    KEYS: tl.constexpr = stored.shape[0]
+    if S.scale == "group" or S.scale == "block":
+        s = per_element(scale, scale_row, keep, stream, S.code_unit, S, MAT, KEYS, MASKED)
         if S.zero == "code":
-            z = load_rows(zero + at, zero_row, keep, MASKED, S.groups, S.lanes // S.group)
-            x = (x - spread(z.to(MAT), S)) * s
+            x = (x - per_element(zero, zero_row, keep, stream, 1.0, S, MAT, KEYS, MASKED)) * s
         elif S.zero == "float":
-            z = load_rows(zero + at, zero_row, keep, MASKED, S.groups, S.lanes // S.group)
-            x = x * s + spread(z.to(MAT), S)
+            x = x * s + per_element(zero, zero_row, keep, stream, 1.0, S, MAT, KEYS, MASKED)
         else:
             x = x * s
         x = x.to(MAT)
+    return x
+
+
+@triton.jit
+def per_element(
+    plane, row, keep, stream: tl.constexpr, UNIT: tl.constexpr, S: tl.constexpr, MAT, KEYS: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Scales or zeros of groups or of blocks, times UNIT, for every element of a tile [KEYS, lanes]."""
+    if S.scale == "group":
+        x = load_rows(plane + stream * S.groups, row, keep, MASKED, S.groups, S.lanes // S.group)
+        x = spread((x.to(tl.float32) * UNIT).to(MAT), S)
+    else:
+        x = load_rows(plane + stream * S.width, row, keep, MASKED, S.width, S.lanes)
+        PAGES: tl.constexpr = x.shape[0]
+        x = (x.to(tl.float32) * UNIT).to(MAT)
+        x = tl.reshape(tl.broadcast_to(x[:, None, :], (PAGES, KEYS // PAGES, S.lanes)), (KEYS, S.lanes))
     return x
 
 
@@ -191,7 +234,7 @@ def encode_numbers(x, s, z, S: tl.constexpr):
     if S.zero == "code":
         x = x + z
     x = clamp(x, S.code_min, S.code_max)
-    if S.kind == "int8" or S.kind == "int4":
+    if S.kind != "e4m3" and S.kind != "e5m2":
         x = round_even(x)
     return x
 

@@ -10,13 +10,16 @@ import triton.language as tl
 
 from qkv_kernels.reference.attend import Plane
 from qkv_kernels.triton import tuning
-from qkv_kernels.triton._tiles import dynamic_scale, encode_numbers, float8_bits, load_static, spread
+from qkv_kernels.triton._tiles import dynamic_scale, encode_numbers, float8_bits, spread
 from qkv_kernels.triton.launch import Launch
 from qkv_kernels.triton.spec import bytes_of, check_index, check_rows, side
 
 
 def append(k: torch.Tensor, v: torch.Tensor, k_plane: Plane, v_plane: Plane, slots: torch.Tensor) -> None:
-    """k [T, H, Dk], v [T, H, Dv] -> pages. slots [T] int64 = block * B + offset; -1 and slots of block 0 write nothing."""
+    """k [T, H, Dk], v [T, H, Dv] -> pages. slots [T] int64 = block * B + offset; -1 and slots of block 0 write nothing.
+
+    For formats that encode single tokens; blocks.seal encodes whole ones.
+    """
     for launch in append_launches(k, v, k_plane, v_plane, slots, tuning.arch(k.device)):
         launch.run()
 
@@ -33,6 +36,8 @@ def append_launches(
         raise ValueError(
             f"planes must have the {H} heads of k and agree, got {[*k_plane.codes.shape]} and {[*v_plane.codes.shape]}"
         )
+    if K.has_tail or V.has_tail:
+        raise ValueError("these formats encode whole blocks: use blocks.seal")
     if len(slots) != T:
         raise ValueError(f"slots must have an entry for each of the {T} rows of k, got {len(slots)}")
     if T == 0:
@@ -58,79 +63,94 @@ def append_kernel(
     """Program (i, h): rows i * ROWS ... of kv head h."""
     t, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + t, mask=t < T, other=-1)
-    store_side(k + t * k_stride_t + head * k_stride_h, slot, head, k_codes, k_scale, k_zero, k_static_scale, k_static_zero, K)
-    store_side(v + t * v_stride_t + head * v_stride_h, slot, head, v_codes, v_scale, v_zero, v_static_scale, v_static_zero, V)
+    rows = k + t * k_stride_t + head * k_stride_h
+    store_rows(rows, slot, head, k_codes, k_scale, k_zero, k_static_scale, k_static_zero, None, None, K)
+    rows = v + t * v_stride_t + head * v_stride_h
+    store_rows(rows, slot, head, v_codes, v_scale, v_zero, v_static_scale, v_static_zero, None, None, V)
 
 
 @triton.jit
-def store_side(x_rows, slot, head, codes, scale, zero, static_scale, static_zero, S: tl.constexpr):
-    """Rows at x_rows [ROWS] (pointers) into their slots."""
+def lanes(S: tl.constexpr):
+    """What rows are encoded in: every run of channels padded to a power of two. Channel of each lane, and whether it exists."""
+    c = tl.arange(0, S.runs * S.run_lanes)
+    return c // S.run_lanes * S.run + c % S.run_lanes, c % S.run_lanes < S.run
+
+
+@triton.jit
+def store_rows(
+    x_rows, slot, head, codes, scale, zero, static_scale, static_zero, block_scale, block_zero, S: tl.constexpr
+):  # fmt: skip
+    """Rows at x_rows [ROWS] (pointers) into their slots. block_scale, block_zero [lanes]: of all rows, for scales of blocks."""
     write = slot >= S.B  # neither padding nor the null block
     page, offset = slot // S.B, slot % S.B
-    c = tl.arange(0, S.lanes)
-    keep = write[:, None] & (c < S.width)[None, :]
-    at = codes + (page * S.codes[0] + head * S.codes[1] + offset * S.codes[2])[:, None] + c[None, :]
-    first = tl.load(x_rows[:, None] + c[None, :], mask=keep, other=0)
+    channel, real = lanes(S)
+    keep = write[:, None] & real[None, :]
+    at = codes + (page * S.codes[0] + head * S.codes[1] + offset * S.codes[2])
+    x = tl.load(x_rows[:, None] + channel[None, :], mask=keep, other=0)
     if S.kind == "raw":
-        tl.store(at, first.to(codes.dtype.element_ty), mask=keep)
+        tl.store(at[:, None] + channel[None, :], x.to(codes.dtype.element_ty), mask=keep)
     else:
-        low = first.to(tl.float32)
-        if S.streams == 2:
-            high = tl.load(x_rows[:, None] + S.width + c[None, :], mask=keep, other=0).to(tl.float32)
-        else:
-            high = low
+        x = x.to(tl.float32)
+        s, z = x, x  # not used without a scale
         if S.scale == "static":
-            s_low = load_static(static_scale, head, 0, 1.0, False, S)[None, :]
-            s_high, z_low, z_high = s_low, s_low, s_low
-            if S.streams == 2:
-                s_high = load_static(static_scale, head, 1, 1.0, False, S)[None, :]
+            at_channel = head * S.static_scales[0] + channel * S.static_scales[1]
+            s = tl.load(static_scale + at_channel, mask=real, other=1.0)[None, :]
             if S.zero != "none":
-                z_low = load_static(static_zero, head, 0, 0.0, True, S)[None, :]
-                if S.streams == 2:
-                    z_high = load_static(static_zero, head, 1, 0.0, True, S)[None, :]
+                at_channel = head * S.static_zeros[0] + channel * S.static_zeros[1]
+                z = tl.load(static_zero + at_channel, mask=real, other=0.0)[None, :]
         elif S.scale == "token":
-            least, most = tl.minimum(low, high), tl.maximum(low, high)
-            least = tl.min(tl.where(keep, least, float("inf")), 1)
-            most = tl.max(tl.where(keep, most, float("-inf")), 1)
+            least = tl.min(tl.where(keep, x, float("inf")), 1)
+            most = tl.max(tl.where(keep, x, float("-inf")), 1)
             least, most = tl.where(write, least, 0.0), tl.where(write, most, 0.0)
             stored, stored_zero = dynamic_scale(least, most, S, scale.dtype.element_ty)
-            row = page * S.scales[0] + head * S.scales[1] + offset * S.scales[2]
-            tl.store(scale + row, stored, mask=write)
+            tl.store(scale + (page * S.scales[0] + head * S.scales[1] + offset * S.scales[2]), stored, mask=write)
             if S.zero != "none":
-                row = page * S.zeros[0] + head * S.zeros[1] + offset * S.zeros[2]
-                tl.store(zero + row, stored_zero, mask=write)
-            s_low, z_low = stored.to(tl.float32)[:, None], stored_zero.to(tl.float32)[:, None]
-            s_high, z_high = s_low, z_low
+                tl.store(zero + (page * S.zeros[0] + head * S.zeros[1] + offset * S.zeros[2]), stored_zero, mask=write)
+            s, z = stored.to(tl.float32)[:, None], stored_zero.to(tl.float32)[:, None]
         elif S.scale == "group":
-            s_low, z_low = store_groups(low, scale, zero, page, head, offset, write, 0, S)
-            s_high, z_high = s_low, z_low
-            if S.streams == 2:
-                s_high, z_high = store_groups(high, scale, zero, page, head, offset, write, 1, S)
+            s, z = store_groups(x, scale, zero, page, head, offset, write, S)
+        elif S.scale == "block":
+            s, z = block_scale[None, :], block_zero[None, :]
+        q = encode_numbers(x, s, z, S)
+        if S.kind == "int8":
+            tl.store(at[:, None] + channel[None, :], q.to(tl.int8), mask=keep)
+        elif S.kind == "e4m3" or S.kind == "e5m2":
+            tl.store(at[:, None] + channel[None, :], float8_bits(q, S), mask=keep)
         else:
-            s_low, s_high, z_low, z_high = low, low, low, low  # not used
-        q = encode_numbers(low, s_low, z_low, S)
-        if S.kind == "int4":
-            upper = encode_numbers(high, s_high, z_high, S)
-            q = (q + 8).to(tl.int32) | ((upper + 8).to(tl.int32) << 4)
-            tl.store(at, q.to(tl.uint8), mask=keep)
-        elif S.kind == "int8":
-            tl.store(at, q.to(tl.int8), mask=keep)
-        else:
-            tl.store(at, float8_bits(q, S), mask=keep)
+            unsigned = (q + S.code_offset).to(tl.int32)
+            if S.kind == "int4":
+                store_bits(unsigned, at, write, 4, S)
+            else:
+                store_bits(unsigned & 3, at, write, 2, S)
+                if S.kind == "int3":
+                    store_bits(unsigned >> 2, at + S.D // 4, write, 1, S)
 
 
 @triton.jit
-def store_groups(x, scale, zero, page, head, offset, write, stream: tl.constexpr, S: tl.constexpr):
-    """Stores scale and zero of every group of one stream; returns both spread over the channels [rows, lanes], float32."""
-    g = tl.arange(0, S.lanes // S.group)
-    keep = write[:, None] & (g < S.groups)[None, :]
-    rows = tl.reshape(x, (x.shape[0], S.lanes // S.group, S.group))
+def store_bits(x, at, write, BITS: tl.constexpr, S: tl.constexpr):
+    """One bit plane of rows (reference/packing.py) at pointers `at` [ROWS]: x [ROWS, lanes], BITS each, n = 8/BITS per byte."""
+    N: tl.constexpr = 8 // BITS
+    LANES: tl.constexpr = S.runs * S.run_lanes // N
+    x = tl.reshape(x, (x.shape[0], N, LANES)) << (tl.arange(0, N) * BITS)[None, :, None]
+    c = tl.arange(0, LANES)
+    byte, real = c // S.run_lanes * S.run + c % S.run_lanes, c % S.run_lanes < S.run
+    tl.store(at[:, None] + byte[None, :], tl.sum(x, 1).to(tl.uint8), mask=write[:, None] & real[None, :])
+
+
+@triton.jit
+def store_groups(x, scale, zero, page, head, offset, write, S: tl.constexpr):
+    """Stores scale and zero of every group of channels; returns both spread over the lanes [rows, lanes], float32."""
+    LANES: tl.constexpr = S.runs * S.run_lanes
+    lane = tl.arange(0, LANES // S.group) * S.group
+    group = (lane // S.run_lanes * S.run + lane % S.run_lanes) // S.group
+    keep = write[:, None] & (lane % S.run_lanes < S.run)[None, :]
+    rows = tl.reshape(x, (x.shape[0], LANES // S.group, S.group))
     stored, stored_zero = dynamic_scale(tl.min(rows, 2), tl.max(rows, 2), S, scale.dtype.element_ty)
-    row = page * S.scales[0] + head * S.scales[1] + offset * S.scales[2] + stream * S.groups
-    tl.store(scale + row[:, None] + g[None, :], stored, mask=keep)
+    row = page * S.scales[0] + head * S.scales[1] + offset * S.scales[2]
+    tl.store(scale + row[:, None] + group[None, :], stored, mask=keep)
     if S.zero != "none":
-        row = page * S.zeros[0] + head * S.zeros[1] + offset * S.zeros[2] + stream * S.groups
-        tl.store(zero + row[:, None] + g[None, :], stored_zero, mask=keep)
+        row = page * S.zeros[0] + head * S.zeros[1] + offset * S.zeros[2]
+        tl.store(zero + row[:, None] + group[None, :], stored_zero, mask=keep)
     return spread(stored.to(tl.float32), S), spread(stored_zero.to(tl.float32), S)
 
 

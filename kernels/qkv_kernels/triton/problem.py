@@ -4,8 +4,9 @@ import torch
 import triton.language as tl
 
 from qkv_kernels.reference.attend import Plane, Rule
+from qkv_kernels.reference.overlay import Rows
 from qkv_kernels.triton import tuning
-from qkv_kernels.triton.spec import MAX_GROUP, Problem, Side, check_index, check_rows, side
+from qkv_kernels.triton.spec import MAX_GROUP, Problem, Side, check_index, check_rows, pair_refusal, side
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -29,6 +30,8 @@ def check_attend(
         raise ValueError(
             f"v.codes must have the pages, heads and block size of k.codes {[*k.codes.shape[:3]]}, got {[*v.codes.shape]}"
         )
+    if (reason := pair_refusal(k.fmt, v.fmt)) is not None:
+        raise ValueError(reason)
     if Hq % H or Hq // H > MAX_GROUP:
         raise ValueError(f"q has {Hq} heads; it must be 1 to {MAX_GROUP} times the {H} kv heads")
     check_index(block_table, "block_table", torch.int32, 2)
@@ -40,6 +43,31 @@ def check_attend(
     if rule.sinks is not None and (rule.sinks.shape != (Hq,) or rule.sinks.stride(0) != 1):
         raise ValueError(f"sinks must have shape ({Hq},), got {tuple(rule.sinks.shape)}")
     return q, K, V
+
+
+def check_rows_kept(rows: Rows | None, k: Plane, v: Plane, q: torch.Tensor, requests: int) -> tuple[object, ...]:
+    """Arguments that name the raw rows, in the order that kernels take them; None and 0 where the format keeps none.
+
+    Raises ValueError naming the argument.
+    """
+    if k.tail is None and k.sink is None:
+        return (None,) * 8 + (0,) * 4
+    if rows is None:
+        raise ValueError("rows must be given: the formats keep raw rows")
+    for part, slots in (("tail", rows.tail_slots), ("sink", rows.sink_slots)):
+        if getattr(k, part) is None:
+            continue
+        if slots is None or len(slots) < requests:
+            raise ValueError(f"rows.{part}_slots must have an entry for each of the {requests} requests")
+        check_index(slots, f"rows.{part}_slots", torch.int64, 1)
+        for name, plane in (("k", k), ("v", v)):
+            if getattr(plane, part).dtype != q.dtype:
+                raise ValueError(f"{name}.{part} must be {q.dtype} like q, got {getattr(plane, part).dtype}")
+    for name, x in (("rows.k", rows.k), ("rows.v", rows.v)):
+        if x.dtype != q.dtype or x.dim() != 3 or x.stride(-1) != 1:
+            raise ValueError(f"{name} must be {q.dtype} of shape (T, H, D) with unit stride, got {x.dtype} {tuple(x.shape)}")
+    tail_slots, sink_slots = (s if p is not None else None for s, p in ((rows.tail_slots, k.tail), (rows.sink_slots, k.sink)))
+    return rows.k, rows.v, k.tail, v.tail, k.sink, v.sink, tail_slots, sink_slots, *rows.k.stride()[:2], *rows.v.stride()[:2]
 
 
 def problem(q: torch.Tensor, K: Side, V: Side, G: int, rule: Rule, rows: int, keys: int) -> Problem:
@@ -57,7 +85,18 @@ def problem(q: torch.Tensor, K: Side, V: Side, G: int, rule: Rule, rows: int, ke
         mat_k=mat_k,
         mat_v=mat_v,
         normalize=normalize,
+        mat_raw=_TYPES[torch.float32 if q.dtype == torch.bfloat16 and tuning.interpreted() else q.dtype],
+        k_pages=_pages(K, keys),
+        v_pages=_pages(V, keys),
+        raw_keys=min(keys, 32),
     )
+
+
+def _pages(S: Side, keys: int) -> int:
+    """Pages of a tile of keys; as many as keys where pages do not divide it."""
+    if S.B % keys == 0:
+        return 1
+    return keys // S.B if keys % S.B == 0 else keys
 
 
 def _matrix_type(compute: torch.dtype, S: Side) -> tl.dtype:

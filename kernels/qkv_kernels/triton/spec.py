@@ -32,13 +32,16 @@ class Side:
     static_zeros: tuple[int, int] = (0, 0)
     convert: Literal["plain", "packed", "fp8"] = "plain"  # how codes are widened; fp8: packed, with the e4m3 instruction
     far: bool = False  # the heads of a page lie beyond what 32 bits address
+    tail: tuple[int, ...] = ()  # of slots, heads and rows of raw tails, () where the format keeps none; sinks alike
+    sink: tuple[int, ...] = ()
 
     @property
-    def kind(self) -> Literal["raw", "int8", "int4", "e4m3", "e5m2"]:
+    def kind(self) -> Literal["raw", "int8", "int4", "int3", "int2", "e4m3", "e5m2"]:
         if self.fmt.raw:
             return "raw"
-        if self.fmt.bits == 4:
-            return "int4"
+        packed: dict[int, Literal["int4", "int3", "int2"]] = {4: "int4", 3: "int3", 2: "int2"}
+        if self.fmt.bits in packed:
+            return packed[self.fmt.bits]
         names: dict[torch.dtype, Literal["int8", "e4m3", "e5m2"]] = {
             torch.int8: "int8",
             torch.float8_e4m3fn: "e4m3",
@@ -47,11 +50,17 @@ class Side:
         return names[self.fmt.storage]
 
     @property
-    def scale(self) -> Literal["none", "static", "token", "group"]:
-        """Where the scale is applied: nowhere, per channel outside the loop, per token on scores, or on every element."""
+    def scale(self) -> Literal["none", "static", "token", "group", "block"]:
+        """Where the scale is applied: nowhere, per channel outside the loop, per token on scores, or (group, block) on every
+        element."""
         if self.fmt.scale in STATIC_SCALES:
             return "static"
-        kinds: dict[str, Literal["none", "token", "group"]] = {"none": "none", "token": "token", "token_group": "group"}
+        kinds: dict[str, Literal["none", "token", "group", "block"]] = {
+            "none": "none",
+            "token": "token",
+            "token_group": "group",
+            "block_channel": "block",
+        }
         return kinds[self.fmt.scale]
 
     @property
@@ -60,7 +69,8 @@ class Side:
 
     @property
     def streams(self) -> int:
-        """Numbers per byte. int4 keeps the first half of D in low nibbles, the second in high ones: two streams of width D/2."""
+        """Products per tile. int4 keeps the first half of D in low nibbles, the second in high ones: two streams of width D/2.
+        Fewer bits are spread to one code per channel when they are loaded."""
         return 2 if self.fmt.bits == 4 else 1
 
     @property
@@ -72,6 +82,61 @@ class Side:
     def lanes(self) -> int:
         """`width` rounded up to a power of two: a tile's size; lanes past `width` are masked."""
         return power_of_two(self.width)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of codes of one token and head."""
+        return self.fmt.packed_dim(self.D) * self.fmt.storage.itemsize
+
+    @property
+    def runs(self) -> int:
+        """What a row is encoded in: runs of consecutive channels, the codes of equal places of which share a byte."""
+        return {4: 2, 3: 8, 2: 4}.get(self.fmt.bits, 1)
+
+    @property
+    def run(self) -> int:
+        """Channels of a run."""
+        return self.D // self.runs
+
+    @property
+    def run_lanes(self) -> int:
+        return power_of_two(self.run)
+
+    @property
+    def all_lanes(self) -> int:
+        return power_of_two(self.D)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some keys are read raw, from tails or sinks."""
+        return self.has_tail or self.has_sink
+
+    @property
+    def has_tail(self) -> bool:
+        return bool(self.tail)
+
+    @property
+    def has_sink(self) -> bool:
+        return bool(self.sink)
+
+    @property
+    def ring(self) -> int:
+        """Rows of a raw tail; 0 where the format keeps none."""
+        return self.fmt.tail_rows(self.B)
+
+    @property
+    def tail_blocks(self) -> int:
+        return self.fmt.tail_blocks
+
+    @property
+    def sinks(self) -> int:
+        """First tokens of a sequence that are read raw."""
+        return self.fmt.sink_tokens
+
+    @property
+    def code_offset(self) -> int:
+        """What is added to codes that are packed, so that they are not negative."""
+        return 1 << (self.fmt.bits - 1)
 
     @property
     def group(self) -> int:
@@ -109,8 +174,8 @@ class Side:
 
     @property
     def unit(self) -> float:
-        """The part of code_unit that is left for outside the matrix product: groups take it into their scales."""
-        return 1.0 if self.scale == "group" else self.code_unit
+        """The part of code_unit that is left for outside the matrix product: groups and blocks take it into their scales."""
+        return 1.0 if self.scale in ("group", "block") else self.code_unit
 
 
 @dataclass(frozen=True)
@@ -118,7 +183,8 @@ class Problem:
     """The rest of what attention specialises on: one layer's rule, the compute types and the tile sizes.
 
     rows: query rows of a tile, (token, head) pairs of one kv head, token major. keys: keys of a tile.
-    mat_k, mat_v: triton types of the two matrix products. normalize: whether queries are scaled to fit float16.
+    mat_k, mat_v: triton types of the two matrix products, mat_raw of both with raw rows. normalize: whether queries are scaled
+    to fit float16. k_pages, v_pages: pages that a tile of keys is in, for scales of blocks. raw_keys: keys of a raw tile.
     """
 
     G: int
@@ -130,6 +196,10 @@ class Problem:
     mat_k: object
     mat_v: object
     normalize: bool
+    mat_raw: object
+    k_pages: int
+    v_pages: int
+    raw_keys: int
 
 
 def side(plane: Plane, D: int, name: str, arch: str) -> Side:
@@ -150,7 +220,16 @@ def side(plane: Plane, D: int, name: str, arch: str) -> Side:
                 f"{name}.{part} must {'not ' if wanted is None else ''}be given for scale '{fmt.scale}', zero '{fmt.zero}'"
             )
         if tensor is not None and wanted is not None:
-            _check(tensor, f"{name}.{part}", wanted, fmt.scale_dtype if part in pool else torch.float32)
+            _check(
+                tensor, f"{name}.{part}", wanted, fmt.scale_dtype if part in pool else torch.float32, fmt.scale == "block_channel"
+            )
+    raw = {"tail": fmt.tail_rows(B), "sink": fmt.sink_tokens}
+    for part, count in raw.items():
+        tensor = getattr(plane, part)
+        if (tensor is None) == (count > 0):
+            raise ValueError(f"{name}.{part} must {'' if count else 'not '}be given: the format keeps {count} raw rows in it")
+        if tensor is not None and (tensor.shape[1:] != (H, count, D) or tensor.stride(-1) != 1):
+            raise ValueError(f"{name}.{part} must have shape (slots, {H}, {count}, {D}), got {tuple(tensor.shape)}")
 
     def pool_strides(t: torch.Tensor | None) -> tuple[int, ...]:
         return () if t is None else t.stride()[:3]
@@ -169,6 +248,8 @@ def side(plane: Plane, D: int, name: str, arch: str) -> Side:
         static_strides(plane.static_zero),
         _conversion(arch),
         (H - 1) * plane.codes.stride(1) + B * plane.codes.stride(2) >= 2**31,
+        pool_strides(plane.tail),
+        pool_strides(plane.sink),
     )
 
 
@@ -183,12 +264,10 @@ def refusal(fmt: KVFormat, D: int) -> str | None:
     reason = codec.refusal(fmt, D)
     if reason:
         return reason
-    if fmt.unit != "token" or fmt.sink_tokens:
-        return "Triton kernels encode single tokens and keep no raw tails or sinks"
     if fmt.rotate:
-        return "Triton kernels do not rotate"
-    if fmt.bits < 4:
-        return f"Triton kernels read no {fmt.bits}-bit codes"
+        return "Triton kernels do not rotate; formats without rotation run, block_channel among them"
+    if fmt.raw and (fmt.unit == "block" or fmt.sink_tokens):
+        return "raw formats need no tails and no sinks beside them: unit='token', sink_tokens=0"
     if not MIN_HEAD_DIM <= D <= MAX_HEAD_DIM or D % 8:
         return f"head dim {D} is not a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     if fmt.bits == 64 or (fmt.raw and fmt.storage.itemsize * 8 != fmt.bits):
@@ -196,9 +275,17 @@ def refusal(fmt: KVFormat, D: int) -> str | None:
     if fmt.scale_dtype not in (torch.float16, torch.float32):
         return f"scales are float16 or float32, not {fmt.scale_dtype}"
     if fmt.group is not None:
-        width = D // 2 if fmt.bits == 4 else D
+        runs = {4: 2, 3: 8, 2: 4}.get(fmt.bits, 1)
+        width = D // runs if fmt.bits == 4 or D & (D - 1) else D
         if fmt.group & (fmt.group - 1) or width % fmt.group:
             return f"scale groups of {fmt.group} channels: must be a power of two that divides {width} at head dim {D}"
+    return None
+
+
+def pair_refusal(k: KVFormat, v: KVFormat) -> str | None:
+    """None if the kernels attend to K and V of these formats together, else the reason."""
+    if any(getattr(k, part) != getattr(v, part) for part in ("unit", "tail_blocks", "sink_tokens")):
+        return "K and V keep different raw rows: unit, tail_blocks and sink_tokens must be the same for both"
     return None
 
 
@@ -217,10 +304,10 @@ def check_index(x: torch.Tensor, name: str, dtype: torch.dtype, dim: int) -> Non
         raise ValueError(f"{name} must be {dim}-dimensional {dtype} with unit stride, got {x.dtype} of shape {tuple(x.shape)}")
 
 
-def _check(t: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check(t: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, unit: bool = False) -> None:
     if tuple(t.shape) != shape or t.dtype != dtype:
         raise ValueError(f"{name} must be {dtype} of shape {shape}, got {t.dtype} of shape {tuple(t.shape)}")
-    if t.dim() > 3 and t.stride(-1) != 1:
+    if len(shape) > 2 and t.stride(-1) != 1 and (len(shape) > 3 or unit):
         raise ValueError(f"{name} must have unit stride in its last dimension, got strides {t.stride()}")
 
 

@@ -7,6 +7,7 @@ decode  16 query rows: the least a matrix instruction takes; 4 to 16 of them are
         sm_90 takes 4.5 instructions per element with 64 keys, 3.5 with 128; 8 warps need 4.2. So a tile is the largest that
         leaves shared memory for three programs on a processor (two where it has 100 KiB), which keeps a tile per program in
         flight: two stages are enough, a third costs shared memory and, in int8, 60 registers.
+        Codes of 2 and 3 bits are spread over the channels in registers, so their tiles hold 64 and 32 keys: larger ones spilled.
 extend  sm_90 and sm_100 run their own matrix instructions from 64 rows per 4 warps on, so 128 rows on 8. Before them, and on
         sm_120, the accumulators of 64 x 128 take half of the 255 registers a thread has: 64 rows on 4 warps for converted
         formats, and tiles of 32 keys for zero points of tokens and for sm_80, whose fp8 conversion needs registers too: what
@@ -21,10 +22,13 @@ import functools
 from typing import NamedTuple
 
 import torch
+import triton
 from triton import knobs
 
 from qkv_kernels.triton.spec import Side
 
+# Triton 3.6 cannot pipeline the assembly that widens codes in the loops it makes for sm_100; 3.9 can.
+_OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 # Kibibytes of shared memory that one decode program may take.
 _SHARED = {"sm_80": 48, "sm_89": 36, "sm_90": 75, "sm_100": 75, "sm_120": 36, "gfx942": 20}
 
@@ -71,7 +75,8 @@ def append(arch: str, T: int) -> AppendLaunch:
 def decode(arch: str, K: Side, V: Side) -> AttendLaunch:
     if arch == "interpreter":
         return AttendLaunch(16, 32, 4, 1)
-    keys, stages = 128, 2
+    fewest = min(S.fmt.bits for S in (K, V))
+    keys, stages = {2: 64, 3: 32}.get(fewest, 128), 2
     while keys > 16 and keys * _decode_bytes_per_key(K, V, stages) > _SHARED.get(arch, 48) * 1024:
         keys //= 2
     return AttendLaunch(16, keys, 4, stages)
@@ -84,7 +89,9 @@ def extend(arch: str, K: Side, V: Side) -> AttendLaunch:
     padded = any(S.width != S.lanes for S in (K, V))  # masks of channels take registers
     per_key = any(S.scale == "token" and S.zero != "none" for S in (K, V))  # zero points of keys: many live numbers
     if arch in ("sm_90", "sm_100"):
-        return AttendLaunch(64 if wide else 128, 32 if per_key or wide else 64, 8, 2)
+        converted = any(S.kind != "raw" for S in (K, V))
+        stages = 1 if arch == "sm_100" and converted and _OLD_TRITON else 2
+        return AttendLaunch(64 if wide else 128, 32 if per_key or wide else 64, 8, stages)
     if arch.startswith("gfx"):
         return AttendLaunch(64, 32 if K.kind == V.kind == "raw" or wide else 64, 4, 2)
     if K.kind == V.kind == "raw":

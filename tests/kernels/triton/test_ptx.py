@@ -57,6 +57,8 @@ CASES = {
     "INT8": (ptx.INT8, BYTES.view(torch.int8).float()),
     "INT4_LOW": (ptx.INT4_LOW, (BYTES & 15).float() - 8),
     "INT4_HIGH": (ptx.INT4_HIGH, (BYTES >> 4).float() - 8),
+    "INT3": (ptx.INT3, BYTES.float() - 4),
+    "INT2": (ptx.INT2, BYTES.float() - 2),
     "E5M2": (ptx.E5M2, BYTES.view(torch.float8_e5m2).float()),
     "E4M3": (ptx.E4M3, BYTES.view(torch.float8_e4m3fn).float()),
     "E4M3_BITS": (ptx.E4M3_BITS, BYTES.view(torch.float8_e4m3fn).float() / 256),
