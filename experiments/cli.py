@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -36,10 +37,20 @@ def _sweep() -> str:
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
 
 
-def plain(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with `tasks=...` as `task.names=...`: conf/tasks holds lm-eval's files, but Hydra takes every folder of
-    conf/ for a group, and `tasks=[a,b]` for a choice of its options."""
-    return [f"task.names={a.removeprefix('tasks=')}" if a.startswith("tasks=") else a for a in arguments]
+def tasks_apart(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with `tasks=...` under a name that tasks_back() undoes: conf/tasks holds lm-eval's files, but Hydra takes
+    every folder of conf/ for a group, and `tasks=[a,b]` for a choice of its options."""
+    return [f"+task.names={a.removeprefix('tasks=')}" if a.startswith("tasks=") else a for a in arguments]
+
+
+def tasks_back(values: dict[str, Any]) -> dict[str, Any]:
+    """The composed settings, with `tasks` where the command line said so."""
+    task = values.get("task")
+    if isinstance(task, dict) and "names" in task:
+        values["tasks"] = task.pop("names")
+        if not task:
+            del values["task"]
+    return values
 
 
 class Once(logging.Filter):

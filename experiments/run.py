@@ -44,7 +44,7 @@ def _job(config: DictConfig) -> None:
     if sweeping:
         _folders.append(folder)
     try:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+        values = cli.tasks_back(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]
         if sweeping and is_finished(folder, values):
             print(f"finished before, skipped (delete the folder to run it again): {cli.shown(folder)}")
             _codes.append(0)
@@ -96,7 +96,7 @@ def _refuse(error: Exception, code: int, config: str = "config") -> int:
 
 def main(arguments: Iterable[str] | None = None, config: str = "config") -> int:
     """Run the command line; returns the exit code. Raises what is a bug. config: the file of conf/ it all starts from."""
-    sys.argv[1:] = cli.plain(sys.argv[1:] if arguments is None else list(arguments))
+    sys.argv[1:] = cli.tasks_apart(sys.argv[1:] if arguments is None else list(arguments))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing its own report, so that we can word it
     cli.register_resolvers(CONF)
     _codes.clear()

@@ -198,9 +198,12 @@ def test_bad_files_are_refused_before_anything_is_scored(tmp_path: Path) -> None
         custom.read(write(tmp_path / "answers.jsonl", {"prompt": "p", "reference": ""}))
 
 
-def test_tasks_on_the_command_line_are_no_hydra_group(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.plain(["tasks=[a,b]", "x.tasks=1", "-m"]) == ["task.names=[a,b]", "x.tasks=1", "-m"]
+def test_tasks_on_the_command_line_are_no_hydra_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.tasks_apart(["tasks=[a,b]", "x.tasks=1", "-m"]) == ["+task.names=[a,b]", "x.tasks=1", "-m"]
+    assert cli.tasks_back({"tasks": ["c"], "task": {"n": 1, "names": ["a"]}}) == {"tasks": ["a"], "task": {"n": 1}}
     assert "tasks" not in cli.groups(run.CONF)
+    assert run.main(["experiment=compare", "tasks=[a,b]", f"hydra.run.dir={tmp_path}"]) == 2
+    assert "unknown key 'tasks'" in capsys.readouterr().err
 
 
 class Words:
