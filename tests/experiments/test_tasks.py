@@ -47,6 +47,7 @@ class Oracle(LM):
         for request in requests:
             doc, continuation = request.doc, request.args[1].strip()
             right = doc["word"] if "word" in doc else doc["choices"][doc["answer"]]
+            assert request.args[1].startswith(" ")  # a word of its own, not the end of the one before
             good = (continuation == right) != self.wrong
             out.append((-1.0 if good else -90.0, good))
         return out
