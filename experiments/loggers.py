@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -34,6 +34,12 @@ class Logger(ABC):
 
     def sample(self, label: str, values: Mapping[str, float]) -> None:
         """How the run of row `label` stands after values["seconds"], about a hundred times while it is served."""
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table for eyes that is more than the rows."""
+
+    def lm_eval(self, results: Mapping[str, Any]) -> None:
+        """Results and samples as lm-eval's simple_evaluate returns them."""
 
     def finish(self, record: Path, plots: list[Path]) -> None:
         """Called once, also after an error or an interruption."""
@@ -133,6 +139,27 @@ class WandbLogger(Logger):
             self._curves.add(label)
             self._run.define_metric(f"{label}/*", step_metric=f"{label}/seconds")
         self._run.log({f"{label}/{key}": value for key, value in values.items()})
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        def log_table() -> None:
+            import wandb
+
+            self._run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
+
+        self._try(log_table)
+
+    def lm_eval(self, results: Mapping[str, Any]) -> None:
+        """Through lm-eval's own logger, which attaches to the run that is open."""
+
+        def log_results() -> None:
+            from lm_eval.loggers import WandbLogger as LmEvalLogger
+
+            logger = LmEvalLogger()
+            logger.post_init(dict(results))
+            logger.log_eval_result()
+            logger.log_eval_samples(results["samples"])
+
+        self._try(log_results)
 
     def finish(self, record: Path, plots: list[Path]) -> None:
         self._try(lambda: self._finish(record, plots))

@@ -139,6 +139,7 @@ def write(report: Report, out: Path) -> Path:
     problems = "".join(f"<li><b>job {html.escape(job)}</b>: {html.escape(text)}</li>" for job, text in report.problems)
     plots = "".join(filter(None, (pareto(report.rows, *plot) for plot in PARETO)))
     page = _PAGE.format(
+        style=STYLE,
         heads="".join(f"<th>{html.escape(head)}</th>" for head in heads),
         body="\n".join(body),
         problems=f"<h2>Failed or interrupted</h2><ul>{problems}</ul>" if problems else "",
@@ -193,14 +194,16 @@ def _short(key: str) -> str:
     return key.replace("/", ".").removesuffix(".name")
 
 
+STYLE = """body { font: 14px system-ui, sans-serif; margin: 2em; color: #222 }
+table { border-collapse: collapse } th, td { padding: 3px 10px; border-bottom: 1px solid #ddd; text-align: left }
+th { cursor: pointer; position: sticky; top: 0; background: #f6f6f6 } .n { text-align: right } small { color: #777 }
+svg { width: 460px; margin: 0 1em 1em 0 } svg path { fill: none; stroke: #999 } circle { fill: #1f77b4 }
+polyline { fill: none; stroke: #d62728; stroke-width: 1.5 }
+svg text { font-size: 10px; fill: #444 } svg .t { font-size: 13px }"""
+
 _PAGE = """<!doctype html><meta charset="utf-8"><title>qkv report</title>
 <style>
-body {{ font: 14px system-ui, sans-serif; margin: 2em; color: #222 }}
-table {{ border-collapse: collapse }} th, td {{ padding: 3px 10px; border-bottom: 1px solid #ddd; text-align: left }}
-th {{ cursor: pointer; position: sticky; top: 0; background: #f6f6f6 }} .n {{ text-align: right }} small {{ color: #777 }}
-svg {{ width: 460px; margin: 0 1em 1em 0 }} svg path {{ fill: none; stroke: #999 }} circle {{ fill: #1f77b4 }}
-polyline {{ fill: none; stroke: #d62728; stroke-width: 1.5 }}
-svg text {{ font-size: 10px; fill: #444 }} svg .t {{ font-size: 13px }}
+{style}
 </style>
 <h1>Report</h1>{baseline}
 <table id="t"><thead><tr>{heads}</tr></thead><tbody>
