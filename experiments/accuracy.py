@@ -65,12 +65,13 @@ class _Study:
 class AccuracyExperiment(Experiment):
     """See conf/experiment/accuracy.yaml for every field."""
 
-    task: dict[str, Any] = field(default_factory=lambda: {"names": ["next_passage", "last_word", "tool_call", "long_text"]})
+    tasks: list[str] = field(default_factory=lambda: ["next_passage", "last_word", "tool_call", "long_text"])
     quantizers: list[Any] = field(default_factory=lambda: ["none", "fp8", "int8", "int4"])
     task_metrics: dict[str, str] = field(default_factory=lambda: {"tool_call": "call"})
     limit: int | None = 200
     num_fewshot: int | None = None
     chat: bool = False
+    task: dict[str, Any] = field(default_factory=dict)
     task_folders: list[str] = field(default_factory=list)
     generation: dict[str, Any] = field(default_factory=dict)
     documents: int = 8
@@ -81,10 +82,7 @@ class AccuracyExperiment(Experiment):
     resume: str | None = None
 
     def __post_init__(self) -> None:
-        names: Any = self.task.get("names")
-        named = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
-        require(bool(named), "tasks", names, "a list of at least one task")
-        self._tasks: list[str] = names
+        require(bool(self.tasks), "tasks", self.tasks, "at least one task")
         require(bool(self.quantizers), "quantizers", self.quantizers, "at least one quantizer")
         require(self.limit is None or self.limit >= 1, "limit", self.limit, "at least 1, or null for all samples")
         require(self.num_fewshot is None or self.num_fewshot >= 0, "num_fewshot", self.num_fewshot, "at least 0, or null")
@@ -99,7 +97,7 @@ class AccuracyExperiment(Experiment):
         for spec in self.quantizers:
             QUANTIZERS.build(spec)
         self._specs = ["none", *(spec for spec in self.quantizers if measure.label(spec) != "none")]
-        for name, values in (("quantizers", [measure.label(spec) for spec in self._specs]), ("tasks", self._tasks)):
+        for name, values in (("quantizers", [measure.label(spec) for spec in self._specs]), ("tasks", self.tasks)):
             if len(set(values)) < len(values):
                 raise ConfigError(f"{name}: each at most once, got {', '.join(values)}")
         if self.resume is not None and not (Path(self.resume) / "tasks").is_dir():
@@ -119,10 +117,10 @@ class AccuracyExperiment(Experiment):
         self._finish(study)
 
     def _load_tasks(self, config: EngineConfig) -> dict[str, Any]:
-        """task: names, and lm-eval's metadata, which tasks read their own settings from; RULER also reads the model's name."""
-        metadata = {key: value for key, value in self.task.items() if key != "names" and value not in (None, {"path": None})}
+        """task: lm-eval's metadata, which tasks read their own settings from; RULER also reads the model's name."""
+        metadata = {key: value for key, value in self.task.items() if value not in (None, {"path": None})}
         metadata.setdefault("model", config.model.path or config.model.id or config.model.name)
-        return lm_tasks.load(lm_tasks.manager(self._tasks, self.task_folders, metadata), self._tasks)
+        return lm_tasks.load(lm_tasks.manager(self.tasks, self.task_folders, metadata), self.tasks)
 
     def _settings(self, run: Run, loaded: LoadedModel, tasks: Mapping[str, Any]) -> dict[str, Any]:
         """Everything that results depend on."""

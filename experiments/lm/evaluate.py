@@ -42,10 +42,25 @@ def run(lm: QkvLM, name: str, task: Any, settings: Settings) -> dict[str, Any]:
     """lm-eval's own results of one task, plus "qkv": {seconds, samples, prefill_tokens, scored_tokens, generated_tokens,
     fraction_read_from_cache, hit_rate, truncated_requests, truncated_tokens}. Always from a cold prefix cache, so that every
     quantizer runs the same schedule, whatever ran before."""
-    configure(task, settings)
     lm.reset_counts()
     lm.engine.reset_prefix_cache()
     lm.engine.reset_metrics()
+    out, metrics = timed(lm, name, task, settings), lm.engine.metrics()
+    out["qkv"] |= {
+        "prefill_tokens": metrics["tokens"]["prefill"],
+        "scored_tokens": lm.scored_tokens,
+        "generated_tokens": lm.generated_tokens,
+        "fraction_read_from_cache": metrics["fraction_read_from_cache"],
+        "hit_rate": metrics["cache"]["hit_rate"],
+        "truncated_requests": lm.truncated.requests,
+        "truncated_tokens": lm.truncated.tokens,
+    }
+    return out
+
+
+def timed(lm: Any, name: str, task: Any, settings: Settings) -> dict[str, Any]:
+    """Of any lm-eval model: lm-eval's results of one task, plus "qkv": {seconds, samples}. All of it is JSON."""
+    configure(task, settings)
     random.seed(SEEDS[0])
     np.random.seed(SEEDS[1])
     torch.manual_seed(SEEDS[2])
@@ -59,19 +74,9 @@ def run(lm: QkvLM, name: str, task: Any, settings: Settings) -> dict[str, Any]:
             apply_chat_template=settings.chat,
             fewshot_as_multiturn=settings.chat,
         )
-    seconds, metrics = time.perf_counter() - began, lm.engine.metrics()
+    seconds = time.perf_counter() - began
     assert out is not None
-    out["qkv"] = {
-        "seconds": seconds,
-        "samples": len({s["doc_id"] for s in out["samples"][name]}),
-        "prefill_tokens": metrics["tokens"]["prefill"],
-        "scored_tokens": lm.scored_tokens,
-        "generated_tokens": lm.generated_tokens,
-        "fraction_read_from_cache": metrics["fraction_read_from_cache"],
-        "hit_rate": metrics["cache"]["hit_rate"],
-        "truncated_requests": lm.truncated.requests,
-        "truncated_tokens": lm.truncated.tokens,
-    }
+    out["qkv"] = {"seconds": seconds, "samples": len({s["doc_id"] for s in out["samples"][name]})}
     plain: dict[str, Any] = json.loads(json.dumps(out, default=handle_non_serializable))
     return plain
 
