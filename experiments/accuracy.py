@@ -21,6 +21,7 @@ from experiments.base import EXPERIMENTS, Experiment, Run
 from experiments.divergence import Accuracy, score_document
 from experiments.lm import tasks as lm_tasks
 from experiments.lm.kept import Kept
+from experiments.lm.text import with_tokenizer
 from experiments.scales import given, provide, used_by
 from qkv.config import EngineConfig
 from qkv.engine import Engine
@@ -107,7 +108,7 @@ class AccuracyExperiment(Experiment):
         lm_tasks.require_lm_eval()
         used_by(run, [QUANTIZERS.build(spec) for spec in self._specs])
         tasks = self._load_tasks(run.engine)
-        loaded = load_model(run.engine.model)
+        loaded = with_tokenizer(load_model(run.engine.model))
         documents = windows(run.data, loaded.tokenizer, self.documents, self.tokens_per_document, run.engine.seed)
         kept = Kept(run.folder, self.resume, self._settings(run, loaded, tasks))
         study = _Study(run, loaded, [_Case(spec, {}) for spec in self._specs], kept)

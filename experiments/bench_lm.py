@@ -15,6 +15,7 @@ from tqdm import tqdm
 from experiments import measure
 from experiments.base import EXPERIMENTS, Experiment, Run
 from experiments.lm import tasks as lm_tasks
+from experiments.lm.text import with_tokenizer
 from experiments.scales import provide
 from experiments.table import console, number, show
 from qkv.models import load_model
@@ -64,7 +65,7 @@ class BenchLM(Experiment):
         from experiments.lm.model import QkvLM
 
         ((name, task),) = lm_tasks.load(lm_tasks.manager(self.tasks, [], {}), self.tasks).items()
-        loaded, settings = load_model(run.engine.model), evaluate.Settings(self.limit)
+        loaded, settings = with_tokenizer(load_model(run.engine.model)), evaluate.Settings(self.limit)
         contestants: list[_Contestant] = []
         with ExitStack() as stack:
             for spec in self.quantizers:
@@ -77,7 +78,7 @@ class BenchLM(Experiment):
                 row = {"policy": measure.policy_part(run.engine, spec, origin), "attention": engine.metrics()["attention"]}
                 label = f"qkv {measure.label(spec)}"
                 contestants.append(_Contestant(label, lambda lm=lm: evaluate.run(lm, name, task, settings), row))  # type: ignore[misc]
-            plain = load_model(run.engine.model)  # the engines hold the attention of the other one
+            plain = with_tokenizer(load_model(run.engine.model))  # the engines hold the attention of the other one
             for size in self.hf_batch_sizes:
                 hf = HFLM(pretrained=plain.model, tokenizer=plain.tokenizer, batch_size=size, device=run.engine.model.device)
                 contestants.append(

@@ -7,8 +7,10 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,7 +67,10 @@ def timed(lm: Any, name: str, task: Any, settings: Settings) -> dict[str, Any]:
     np.random.seed(SEEDS[1])
     torch.manual_seed(SEEDS[2])
     began = time.perf_counter()
-    with mock.patch("lm_eval.api.task.tqdm", partial(tqdm, disable=True)):  # its bars have no switch
+    with ExitStack() as stack:
+        for module in ("lm_eval.api.task", "lm_eval.api.model", "lm_eval.models.huggingface"):  # bars without a switch
+            if module in sys.modules:
+                stack.enter_context(mock.patch(f"{module}.tqdm", partial(tqdm, disable=True)))
         out = evaluator.evaluate(
             lm=lm,
             task_dict={"tasks": {name: task}},

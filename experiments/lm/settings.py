@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from calibration.data import DATA, DataSource
 from experiments import cli, scales
+from experiments.lm.text import with_tokenizer
 from qkv.assemble import build_policies
 from qkv.config import EngineConfig
 from qkv.engine import Engine
@@ -41,7 +42,7 @@ def engine(arguments: Mapping[str, Any]) -> Engine:
     config, data = read(arguments)
     build_policies(config)
     quantizer = QUANTIZERS.build(config.quantizer)
-    loaded = load_model(config.model)
+    loaded = with_tokenizer(load_model(config.model))
     if not quantizer.needs_scales or config.scales is not None:
         return Engine(loaded, config)
     file, origin = scales.in_memory(config, loaded, quantizer, data, CALIBRATION_DOCUMENTS, CALIBRATION_TOKENS)

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from experiments.lm.text import byte_tokenizer
 
 EOS = 256
 CHAT = (
@@ -14,15 +15,11 @@ CHAT = (
 )
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and <eos>."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)} | {"<eos>": EOS}, [], unk_token=None))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
-    fast.chat_template = CHAT
-    return fast
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, with a chat template."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    return tokenizer
 
 
 def tiny(seed: int = 0) -> LlamaForCausalLM:
@@ -53,7 +50,7 @@ def tiny(seed: int = 0) -> LlamaForCausalLM:
 def save_tiny(folder: Path) -> Path:
     """The tiny model as a folder that model=path reads."""
     tiny().save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
     return folder
 
 

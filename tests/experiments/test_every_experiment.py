@@ -31,7 +31,9 @@ SMALLER: dict[str, Any] = {
     "formats": ["bf16"],
     "head_dims": [64],
     "held_back": 2,
+    "hf_batch_sizes": [2],
     "levels": [1, 4],
+    "limit": 2,
     "max_tokens": 8,
     "num_requests": 24,
     "ops": ["decode"],
@@ -60,6 +62,8 @@ SMALLER: dict[str, Any] = {
 REAL = ["model=llama3-8b-tiny", "model.dtype=float32", "data=pydoc", "cache.memory_bytes=4MiB"]
 NEEDED = {
     "ablation": ["tokens_per_document=170", "error_documents=1"],
+    "accuracy": ["cache.memory_bytes=null", "tasks=[next_passage]", "schedule_documents=1"],
+    "bench_lm": ["cache.memory_bytes=null"],
     "frontier": ["cache.memory_bytes=null"],
     "recommend": ["plan.device_memory=1GiB", "plan.context=600"],
 }

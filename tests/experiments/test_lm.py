@@ -20,7 +20,7 @@ from experiments.lm.waves import Job, waves
 from qkv.engine import Engine
 from qkv.errors import ConfigError, RequestError
 from qkv.models import load_model, wrap_model
-from tests.experiments.lm_support import QUESTIONS, TASKS, byte_tokenizer, task_folder, tiny
+from tests.experiments.lm_support import QUESTIONS, TASKS, chat_tokenizer, task_folder, tiny
 
 __all__ = ["task_folder"]
 
@@ -29,7 +29,7 @@ PAIRS = [(f"Question: {q['q']}\nAnswer:", f" {c}") for q in QUESTIONS for c in q
 
 def engine(**settings: Any) -> Engine:
     defaults: dict[str, Any] = {"num_blocks": 200, "max_num_seqs": 16, "deterministic": True}
-    return Engine.create(wrap_model(tiny(), byte_tokenizer()), **(defaults | settings))
+    return Engine.create(wrap_model(tiny(), chat_tokenizer()), **(defaults | settings))
 
 
 def instances(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
@@ -65,7 +65,7 @@ def equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def test_results_are_those_of_lm_evals_hf_model(task_folder: Path, chat: bool) -> None:
     from lm_eval.models.huggingface import HFLM
 
-    hf: Any = HFLM(pretrained=tiny(), tokenizer=byte_tokenizer(), batch_size=4, device="cpu", max_length=256)
+    hf: Any = HFLM(pretrained=tiny(), tokenizer=chat_tokenizer(), batch_size=4, device="cpu", max_length=256)
     theirs = evaluate(hf, task_folder, apply_chat_template=chat, num_fewshot=None)
     with engine() as e:
         equal(evaluate(QkvLM(e), task_folder, apply_chat_template=chat), theirs)
