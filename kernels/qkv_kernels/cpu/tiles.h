@@ -78,6 +78,48 @@ void score(RowPointers rows, Ahead ahead, int64_t at, const char* q, int n, int 
   }
 }
 
+// The same where groups of channels have scales of their own, [groups][TILE] of the keys: each group's products, times its scale.
+template <class R, int N>
+void score_groups_n(RowPointers rows, Ahead ahead, int64_t at, const char* q, int D, int t0, int t1, const float* scales, int channels, float* out) {
+#if VL == 16
+  using E = typename R::Engine;
+  const int count = chunks<E>(D), q_bytes = count * E::CHUNK * E::BYTES;
+  for (int t = t0; t < t1; t += 4) {
+    __m512 sum[N][4] = {};
+    ahead.step(t, 4, 0, 1);
+    for (int c = 0; c < count; c++) {
+      const char* part = q + c * E::CHUNK * E::BYTES;
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        typename E::Vec key[E::VECS];
+        R::load(rows[t + i] + at, c, D, key);
+#pragma GCC unroll 2
+        for (int u = 0; u < E::VECS; u++) {
+          const VF s = splat(scales[(c * E::CHUNK + u * 32) / channels * TILE + t + i]);
+#pragma GCC unroll 4
+          for (int g = 0; g < N; g++) {
+            const auto dot = E::dot(typename E::Acc{}, load<typename E::Vec>(part + g * q_bytes + u * sizeof(typename E::Vec)), key[u]);
+            sum[g][i] = madd(E::as_float(dot), s, sum[g][i]);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < N; g++) Bf16::sum4(sum[g], out + g * TILE + t);
+  }
+#endif
+}
+
+template <class R>
+void score_groups(RowPointers rows, Ahead ahead, int64_t at, const char* q, int n, int D, int t0, int t1, const float* scales, int channels, float* out) {
+  using E = typename R::Engine;
+  const int q_bytes = chunks<E>(D) * E::CHUNK * E::BYTES;
+  for (int g = 0; g < n; g += 4, ahead.bytes = 0) {
+    const auto kernel = n - g >= 4 ? score_groups_n<R, 4> : n - g == 3 ? score_groups_n<R, 3> : n - g == 2 ? score_groups_n<R, 2> : score_groups_n<R, 1>;
+    kernel(rows, ahead, at, q + g * q_bytes, D, t0, t1, scales, channels, out + g * TILE);
+  }
+}
+
 struct Groups {  // of channels: how many weights one is from the next, and its channels
   int64_t stride;
   int channels;
@@ -144,6 +186,7 @@ struct KeyOps {
   int (*bytes)(int D);  // of a prepared query
   float (*prepare)(const float*, int, char*);
   void (*score)(RowPointers, Ahead, int64_t, const char*, int, int, int, int, float*);
+  void (*score_groups)(RowPointers, Ahead, int64_t, const char*, int, int, int, int, const float*, int, float*);  // or null
 };
 struct ValueOps {
   int (*floats)(int D);  // of one query's accumulators
@@ -157,7 +200,9 @@ struct ValueOps {
 template <class R>
 constexpr KeyOps key_ops() {
   using E = typename R::Engine;
-  return {[](int D) { return chunks<E>(D) * E::CHUNK * E::BYTES; }, prepare<R>, score<R>};
+  KeyOps ops{[](int D) { return chunks<E>(D) * E::CHUNK * E::BYTES; }, prepare<R>, score<R>, nullptr};
+  if constexpr (R::GROUPS) ops.score_groups = score_groups<R>;
+  return ops;
 }
 template <class R>
 constexpr ValueOps value_ops() {
