@@ -118,10 +118,17 @@ class AccuracyExperiment(Experiment):
         self._finish(study)
 
     def _load_tasks(self, config: EngineConfig) -> dict[str, Any]:
-        """task: lm-eval's metadata, which tasks read their own settings from; RULER also reads the model's name."""
-        metadata = {key: value for key, value in self.task.items() if value not in (None, {"path": None})}
-        metadata.setdefault("model", config.model.path or config.model.id or config.model.name)
-        return lm_tasks.load(lm_tasks.manager(self.tasks, self.task_folders, metadata), self.tasks)
+        """task: lm-eval's metadata, for all tasks or, under a task's name, for that one; RULER also reads the model's name."""
+        common = {"model": config.model.path or config.model.id or config.model.name}
+        common |= {key: value for key, value in self.task.items() if not isinstance(value, Mapping)}
+        tasks: dict[str, Any] = {}
+        groups = {name: [name] for name in self.tasks if name in self.task}
+        for names in [*groups.values(), [name for name in self.tasks if name not in groups]]:
+            own = {name: self.task[name] for name in names if name in self.task}
+            metadata = common | own | {key: value for values in own.values() for key, value in values.items()}
+            tasks |= lm_tasks.load(lm_tasks.manager(names, self.task_folders, metadata), names)
+        order = {name: i for i, name in enumerate(self.tasks)}
+        return dict(sorted(tasks.items(), key=lambda item: order.get(item[0], len(order))))
 
     def _settings(self, run: Run, loaded: LoadedModel, tasks: Mapping[str, Any]) -> dict[str, Any]:
         """Everything that results depend on."""

@@ -8,7 +8,7 @@ lm-eval's own `hf` model (lm_eval/models/huggingface.py), against which it is te
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from experiments.lm import settings
-from experiments.lm.waves import Job, waves
+from experiments.lm.waves import Job, plans
 from qkv.engine import Engine
 from qkv.errors import ConfigError, RequestError
 from qkv.types import SamplingParams
@@ -146,7 +146,7 @@ class QkvLM(TemplateLM):
             jobs.setdefault(tuple(tokens[:-1]), Job(tokens)).add(i, answer)
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
 
-        def run(wave: list[Job]) -> None:
+        def score(wave: list[Job]) -> None:
             scores = self.engine.score(
                 [job.tokens for job in wave],
                 first=[job.first for job in wave],
@@ -159,7 +159,11 @@ class QkvLM(TemplateLM):
                     if requests[i][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[i][0], result)
 
-        self._in_waves(list(jobs.values()), run, "log-likelihoods", disable_tqdm)
+        with self._bar(len(jobs), "log-likelihoods", disable_tqdm) as bar:
+            for plan in self._plans(list(jobs.values())):
+                for wave in plan:
+                    score(wave)
+                    bar.update(len(wave))
         return results
 
     # -- generation --------------------------------------------------------------------------------------------------
@@ -179,9 +183,9 @@ class QkvLM(TemplateLM):
             jobs.append(Job(self._cut(self.tok_encode(context) or [self.prefix_token_id], room), i, params))
         texts = [""] * len(requests)
 
-        def run(wave: list[Job]) -> None:
-            outputs = self.engine.generate([job.tokens for job in wave], [job.params for job in wave if job.params])
-            for job, output in zip(wave, outputs, strict=True):
+        def generate(together: list[Job]) -> None:
+            outputs = self.engine.generate([job.tokens for job in together], [job.params for job in together if job.params])
+            for job, output in zip(together, outputs, strict=True):
                 if output.error is not None:
                     raise RequestError(output.error)
                 self.generated_tokens += len(output.token_ids)
@@ -189,7 +193,12 @@ class QkvLM(TemplateLM):
                 texts[i] = output.text
                 self.cache_hook.add_partial("generate_until", requests[i].args, output.text)
 
-        self._in_waves(jobs, run, "generations", disable_tqdm)
+        with self._bar(len(jobs), "generations", disable_tqdm) as bar:
+            for plan in self._plans(jobs):
+                for wave in plan[:-1]:  # only into the prefix cache: all are to be decoded together
+                    self.engine.generate([job.tokens for job in wave], SamplingParams(max_tokens=1, ignore_eos=True))
+                generate([job for wave in plan for job in wave])
+                bar.update(sum(map(len, plan)))
         return texts
 
     def _sampling(self, options: dict[str, Any], seed: int) -> SamplingParams:
@@ -218,16 +227,16 @@ class QkvLM(TemplateLM):
         self.truncated = Truncation(self.truncated.requests + 1, self.truncated.tokens + over)
         return tokens[over:]
 
-    def _in_waves(self, jobs: list[Job], run: Callable[[list[Job]], None], what: str, disable_tqdm: bool) -> None:
-        hidden = None if self._progress and not disable_tqdm else True
-        with tqdm(total=len(jobs), disable=hidden, desc=what, unit="request", leave=False) as bar:
-            for wave in waves(jobs, self.engine.scheduler.manager.block_size, self.engine.intake.pool_tokens):
-                run(wave)
-                bar.update(len(wave))
+    def _plans(self, jobs: list[Job]) -> Iterator[list[list[Job]]]:
+        yield from plans(jobs, self.engine.scheduler.manager.block_size, self.engine.intake.pool_tokens)
         if self.truncated != self._reported:
             cut = [now - before for now, before in zip(self.truncated, self._reported, strict=True)]
             log.warning(f"{cut[0]} requests were longer than {self.max_length} tokens: their first {cut[1]} in all were left out")
             self._reported = self.truncated
+
+    def _bar(self, total: int, what: str, disable_tqdm: bool) -> Any:
+        hidden = None if self._progress and not disable_tqdm else True
+        return tqdm(total=total, disable=hidden, desc=what, unit="request", leave=False)
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """lm-eval's --use_cache, whose keys are the requests alone: a file with another model's or quantizer's answers would

@@ -1,10 +1,10 @@
 """Which sequences to run when, so that what they share is computed once.
 
-Takes: token sequences, each with the requests it answers. Gives: groups to run one after the other.
+Takes: token sequences, each with the requests it answers. Gives: waves to run one after the other.
 Does not know about: lm-eval, engines.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -45,8 +45,8 @@ class Job:
                 yield request, (float(own[:-1].sum() + self._last[last]), bool(hits[:-1].all()) and best == last)
 
 
-def waves(jobs: Sequence[Job], block_size: int, pool_tokens: int) -> Iterable[list[Job]]:
-    """All jobs, in groups. A sequence that begins with whole blocks of an earlier one is in a later group than that.
+def plans(jobs: Sequence[Job], block_size: int, pool_tokens: int) -> Iterator[list[list[Job]]]:
+    """All jobs, in plans of waves. A sequence that begins with whole blocks of an earlier one is in a later wave than that.
 
     Sequences that begin alike are planned together, at most as many as half fill the pool, since a block that was evicted before
     its wave came would be computed twice. The plan depends on the tokens alone, so every quantizer runs the same one.
@@ -57,7 +57,7 @@ def waves(jobs: Sequence[Job], block_size: int, pool_tokens: int) -> Iterable[li
     for job in sorted(jobs, key=lambda job: job.tokens):
         beginnings = _beginnings(job.tokens, block_size)
         if plan and len(computed) + sum(b not in computed for b in beginnings) > room:
-            yield from plan
+            yield plan
             computed, plan = {}, []
         reusable = beginnings[: (job.first - 1) // block_size]
         wave = 1 + max((computed[b] for b in reusable if b in computed), default=-1)
@@ -65,7 +65,8 @@ def waves(jobs: Sequence[Job], block_size: int, pool_tokens: int) -> Iterable[li
             computed.setdefault(beginning, wave)
         plan += [[] for _ in range(wave + 1 - len(plan))]
         plan[wave].append(job)
-    yield from plan
+    if plan:
+        yield plan
 
 
 def _beginnings(tokens: list[int], block_size: int) -> list[int]:

@@ -1,8 +1,12 @@
 """lm-eval on the engine gives what lm-eval's own `hf` model gives, in every order, batch and cache state."""
 
+import itertools
+import json
 import logging
 import random
+import sys
 from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +19,14 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.tasks import TaskManager
 
+from experiments.lm import settings
+from experiments.lm.__main__ import main
 from experiments.lm.model import QkvLM, Truncation
-from experiments.lm.waves import Job, waves
+from experiments.lm.waves import Job, plans
 from qkv.engine import Engine
 from qkv.errors import ConfigError, RequestError
 from qkv.models import load_model, wrap_model
-from tests.experiments.lm_support import QUESTIONS, TASKS, chat_tokenizer, task_folder, tiny
+from tests.experiments.lm_support import QUESTIONS, TASKS, chat_tokenizer, save_tiny, task_folder, tiny
 
 __all__ = ["task_folder"]
 
@@ -94,9 +100,9 @@ def test_scores_do_not_depend_on_order_batch_chunks_or_a_warm_cache(quantizer: A
         random.Random(1).shuffle(shuffled)
         assert lm.loglikelihood([r for _, r in shuffled]) == [expected[i] for i, _ in shuffled]
         assert [lm.loglikelihood([r])[0] for r in requests[:6]] == expected[:6]
-    for settings in ({"max_num_seqs": 2}, {"max_num_batched_tokens": 16, "max_num_scored_tokens": 3}, {"num_blocks": 20}):
-        with engine(quantizer=quantizer, **settings) as e:
-            assert QkvLM(e).loglikelihood(requests) == expected, settings
+    for changed in ({"max_num_seqs": 2}, {"max_num_batched_tokens": 16, "max_num_scored_tokens": 3}, {"num_blocks": 20}):
+        with engine(quantizer=quantizer, **changed) as e:
+            assert QkvLM(e).loglikelihood(requests) == expected, changed
     with engine(quantizer=quantizer, enable_prefix_caching=False) as e:
         assert QkvLM(e).loglikelihood(requests) == expected, "the prefix cache changed a score"
 
@@ -120,7 +126,7 @@ def test_a_sequence_comes_after_those_whose_blocks_it_begins_with() -> None:
     jobs = [Job(rng.choice(stems) + [rng.randrange(9) for _ in range(rng.randrange(1, 12))], i) for i in range(40)]
     for pool_tokens in (10_000, 80):
         seen: list[Job] = []
-        for wave in waves(jobs, 4, pool_tokens):
+        for wave in itertools.chain.from_iterable(plans(jobs, 4, pool_tokens)):
             assert wave
             beginnings = [tuple(job.tokens[:20]) for job in wave]
             assert len(set(beginnings)) == len(beginnings) or all(
@@ -182,3 +188,58 @@ def test_an_answer_cache_is_of_one_quantizer(tmp_path: Path) -> None:
         assert CachingLM(QkvLM(none), str(tmp_path / "answers.db")).loglikelihood(requests) == expected
         with pytest.raises(ConfigError, match=r"answers of .*name=none.*, not of .*name=int8_token"):
             CachingLM(QkvLM(int8), str(tmp_path / "answers.db"))
+
+
+def command_line(monkeypatch: pytest.MonkeyPatch, folder: Path, out: Path, model_args: str) -> int:
+    # --tasks is given as a file, since a name would make lm-eval read all the tasks that it comes with
+    arguments = ["--tasks", str(folder / "toy_choice.yaml"), "--output_path", str(out), "--log_samples", "--limit", "3"]
+    monkeypatch.setattr(sys, "argv", ["lm-eval", "--model", "qkv", "--model_args", model_args, *arguments])
+    monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
+    return main()
+
+
+def test_lm_evals_command_line_takes_settings_by_their_names(
+    task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny(tmp_path / "model")
+    model_args = f"model=path,model.path={model},quantizer=kivi,quantizer.bits=2,allocator.block_size=32,cache.num_blocks=50"
+    assert command_line(monkeypatch, task_folder, tmp_path, model_args) == 0
+    assert "toy_choice" in capsys.readouterr().out
+    (results,) = tmp_path.rglob("results_*.json")
+    config = json.loads(results.read_text(encoding="utf-8"))["config"]
+    assert config["quantizer"] | {"name": "kivi", "bits": 2} == config["quantizer"]
+    assert config["attention"]["reads"] == "cache"
+    assert 0 < config["fraction_read_from_cache"] < 1
+    assert list(tmp_path.rglob("samples_toy_choice_*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("model_args", "message"),
+    [
+        ("model=smollm3", "model_args: unknown model 'smollm3'; did you mean 'smollm2'?"),
+        ("quantizer=int9", "model_args: unknown quantizer 'int9'; did you mean 'int8'?"),
+        ("quantiser=int8", "model_args: unknown setting 'quantiser'; did you mean 'quantizer'?"),
+        ("quantizer=kivi,quantizer.bit=2", "model_args: unknown key 'quantizer.bit'; did you mean 'bits'?"),
+    ],
+)
+def test_lm_evals_command_line_says_what_is_wrong_with_a_setting(
+    task_folder: Path,
+    tmp_path: Path,
+    model_args: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command_line(monkeypatch, task_folder, tmp_path, model_args) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {message}")
+
+
+def test_model_args_mean_what_hydra_settings_mean() -> None:
+    config, data = settings.read({"model": "llama3-8b-tiny", "quantizer": None, "runner.deterministic": True, "seed": 3})
+    assert (config.model.name, config.quantizer, config.runner.deterministic, config.seed) == (
+        "llama3-8b-tiny",
+        {"name": "none"},
+        True,
+        3,
+    )
+    assert data.name == "business"
