@@ -48,7 +48,7 @@ FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
     "raw_k_int4_v": (KVFormat(16, torch.float16), KVFormat(4, _INT4, "token_group", group=8)),
 }
 
-# Formats that only the CPU kernels and the reference run: those of the quantizers int4, rotated and kivi.
+# What experiment=bench_attention times besides: the formats of the quantizers int4, rotated and kivi, by their names.
 _KIVI_V = KVFormat(4, _INT4, "token_group", group=32, zero="float", unit="block")
 CPU_FORMATS = FORMATS | {
     "int4": (KVFormat(4, _INT4, "channel", _F32, "float"), KVFormat(4, _INT4, "token_group", group=32, zero="float")),

@@ -186,9 +186,8 @@ class _Workload:
         for fmt, rows in zip(FORMATS[name], (self.k, self.v), strict=True):
             if reason := cpu.refusal(fmt, shape.head_dim):
                 raise ConfigError(f"formats: {name}: {reason}")
-            p = calibrated(empty_plane(fmt, self.N, shape.kv_heads, self.B, shape.head_dim, "cpu"), rows[0])
-            if W := fmt.tail_rows(self.B):
-                p = p._replace(tail=torch.zeros(R, shape.kv_heads, W, shape.head_dim, dtype=self.dtype))
+            plane = empty_plane(fmt, self.N, shape.kv_heads, self.B, shape.head_dim, "cpu", slots=R, raw_dtype=self.dtype)
+            p = calibrated(plane, rows[0])
             for pool in (p.codes, p.scale, p.zero):
                 if pool is not None:
                     torch.ops.qkv_cpu.advise_huge(pool)
