@@ -197,22 +197,27 @@ class Check:
             )
 
     def correctness(self, names: list[str]) -> int:
-        """Formats in processes of their own: compiling is what takes time."""
+        """Formats in processes of their own: compiling is what takes time. What no minute is left for is skipped."""
         dtypes = ["bfloat16"] if self.device.type == "cuda" else ["float32"]
         names = [n for n in names if self.device.type == "cuda" or "bf16" not in n][: 2 if self.smoke else None]
         jobs = [(n, str(self.device), d, 64 if self.smoke else 128) for n in names for d in dtypes]
         wrong = 0
         with ProcessPoolExecutor(min(8, os.cpu_count() or 1, len(jobs)), mp_context=get_context("spawn")) as workers:
             futures = {workers.submit(check_format, *job): job for job in jobs}
-            for future in as_completed(futures):
-                name = futures[future][0]
-                try:
-                    row = future.result()
-                except Exception as error:
-                    row = {"format": name, "errors": [f"{type(error).__name__}: {(str(error).splitlines() or [''])[-1]}"]}
-                self.record.add_row({"correctness": row})
-                wrong += bool(row["errors"])
-                self._say("correct", name, "", "; ".join(row["errors"]) or "yes")
+            waiting = set(names)
+            with contextlib.suppress(TimeoutError):
+                for future in as_completed(futures, timeout=None if self.smoke else max(self.left(), 30)):
+                    name = futures[future][0]
+                    try:
+                        row = future.result()
+                    except Exception as error:
+                        row = {"format": name, "errors": [f"{type(error).__name__}: {(str(error).splitlines() or [''])[-1]}"]}
+                    waiting.discard(name)
+                    self.record.add_row({"correctness": row})
+                    wrong += bool(row["errors"])
+                    self._say("correct", name, "", "; ".join(row["errors"]) or "yes")
+            workers.shutdown(cancel_futures=True)
+        self.record.data.setdefault("skipped", []).extend(f"correctness {name}" for name in sorted(waiting))
         return wrong
 
     def bandwidth(self) -> None:

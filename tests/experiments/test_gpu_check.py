@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,19 @@ def test_bytes_and_operations_of_a_shape() -> None:
     shape = bench.Shape(64, 8192)
     assert shape.kv_bytes(gpu_check.TIMED["bf16"]) == 64 * 8192 * 8 * 128 * 2 * 2
     assert bench.attention_flops(bench.Shape(1, 10), 10) == 4 * 32 * 128 * 55
+
+
+def test_formats_that_no_time_is_left_for_are_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def late(futures: object, timeout: float) -> None:
+        assert timeout >= 30
+        raise TimeoutError
+
+    monkeypatch.setattr(gpu_check, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(gpu_check, "as_completed", late)
+    monkeypatch.setattr(gpu_check, "check_format", lambda *job: {"format": job[0], "errors": ["late"]})
+    check = gpu_check.Check(torch.device("cpu"), 0, tmp_path, smoke=False)
+    assert check.correctness(["int8", "int4"]) == 0
+    assert check.record.data["skipped"] == ["correctness int4", "correctness int8"]
 
 
 def test_targets_are_judged_by_what_was_measured() -> None:
