@@ -62,6 +62,13 @@ def _verdicts(record: Mapping[str, Any]) -> Table:
         "p: of the paired test on the same samples (McNemar for right and wrong, bootstrap for scores), corrected for the number "
         "of comparisons (Holm). lost/gained: samples whose score fell or rose. from cache: keys that attention read as stored."
     )
+    cut = {
+        name: (t["truncated_requests"], t["truncated_tokens"])
+        for row in record["rows"]
+        for name, t in row["accuracy"].get("tasks", {}).items()
+        if t["truncated_requests"]
+    }
+    note += "".join(f" {name}: {n} prompts were too long and lost their first {k} tokens in all." for name, (n, k) in cut.items())
     return Table("accuracy", _title(record), columns, rows, note, (0, 1, 2, 8))
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -70,7 +69,7 @@ def timed(lm: Any, name: str, task: Any, settings: Settings) -> dict[str, Any]:
     with ExitStack() as stack:
         for module in ("lm_eval.api.task", "lm_eval.api.model", "lm_eval.models.huggingface"):  # bars without a switch
             if module in sys.modules:
-                stack.enter_context(mock.patch(f"{module}.tqdm", partial(tqdm, disable=True)))
+                stack.enter_context(mock.patch(f"{module}.tqdm", _no_bar))
         out = evaluator.evaluate(
             lm=lm,
             task_dict={"tasks": {name: task}},
@@ -84,6 +83,10 @@ def timed(lm: Any, name: str, task: Any, settings: Settings) -> dict[str, Any]:
     out["qkv"] = {"seconds": seconds, "samples": len({s["doc_id"] for s in out["samples"][name]})}
     plain: dict[str, Any] = json.loads(json.dumps(out, default=handle_non_serializable))
     return plain
+
+
+def _no_bar(*args: Any, **options: Any) -> Any:
+    return tqdm(*args, **options | {"disable": True})
 
 
 def configure(task: Any, settings: Settings) -> None:
