@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from qkv.engine import Engine
-
-_ROWS = 128  # tokens whose distributions are compared at a time: bounds temporary memory at a few x 128 x vocabulary
+from qkv.sampling import SCORED_ROWS, argmax
 
 
 @dataclass
@@ -71,12 +70,12 @@ class _Paired:
         self.baseline, self.kl, self.agreeing = baseline, 0.0, 0
 
     def __call__(self, _index: int, start: int, chunk: torch.Tensor) -> None:
-        for i in range(0, len(chunk), _ROWS):
-            theirs = chunk[i : i + _ROWS]
+        for i in range(0, len(chunk), SCORED_ROWS):
+            theirs = chunk[i : i + SCORED_ROWS]
             ours = self.baseline[start - 1 + i : start - 1 + i + len(theirs)]
             p, q = torch.log_softmax(ours.float(), -1), torch.log_softmax(theirs.float(), -1)
             self.kl += float(torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1).double().sum())
-            self.agreeing += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+            self.agreeing += int((argmax(ours) == argmax(theirs)).sum())
 
 
 def _add(into: Accuracy, tokens: int, nll: float, baseline_nll: float, kl: float, agreeing: int) -> None:

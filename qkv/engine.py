@@ -27,7 +27,7 @@ from qkv.metrics.summary import Latencies
 from qkv.models import LoadedModel, load_model, wrap_model
 from qkv.outputs import Outputs
 from qkv.runner import Scored
-from qkv.sampling import argmax
+from qkv.sampling import SCORED_ROWS, argmax
 from qkv.scales import ScaleFile
 from qkv.scheduler import Scheduler
 from qkv.simulation import SimulatedClock, SimulatedLoop, SimulatedModel, assemble_simulated
@@ -250,9 +250,10 @@ class Engine:
         def receive(index: int) -> Callable[[Scored, torch.Tensor], None]:
             def take(scored: Scored, logits: torch.Tensor) -> None:
                 targets = torch.tensor(scored.request.token_ids[scored.first : scored.first + len(logits)], device=logits.device)
-                logprobs = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
-                results[index][0].append(logprobs.cpu())
-                results[index][1].append((argmax(logits) == targets).cpu())
+                for rows, wanted in zip(logits.split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True):
+                    exact = rows.float()
+                    results[index][0].append(exact.log_softmax(-1).gather(1, wanted[:, None])[:, 0].cpu())
+                    results[index][1].append((argmax(exact) == wanted).cpu())
                 if on_logits is not None:
                     on_logits(index, scored.first, logits)
 
