@@ -32,7 +32,7 @@ class Concurrency(Experiment):
     levels: list[int] | None = None
     most: int = 512
     gain: float = 0.05
-    requests_per_level: int = 8
+    requests_per_level: int = 16
     knee: float = 0.9
 
     def __post_init__(self) -> None:

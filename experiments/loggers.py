@@ -110,7 +110,7 @@ class WandbLogger(Logger):
             os.environ.setdefault("WANDB_SILENT", "true")
             import wandb
 
-            if self.mode == "online" and not wandb.api.api_key:  # asked by wandb itself, it would wait for an answer
+            if self.mode == "online" and not _logged_in(wandb):
                 raise PermissionError("nobody is logged in (wandb login, or WANDB_API_KEY=...; or logger.mode=offline)")
             self._scales = [Path(str(config["scales"])).expanduser()] if config.get("scales") else []
             self._run = wandb.init(
@@ -193,6 +193,14 @@ class WandbLogger(Logger):
         self._run = None
         reason = str(error).strip().splitlines()
         log.warning("logger=wandb: %s; the run goes on without it", reason[0] if reason else type(error).__name__)
+
+
+def _logged_in(wandb: Any) -> bool:
+    """Asked before init, which would wait for somebody to type a key."""
+    try:
+        return bool(wandb.login(prompt=False))
+    except TypeError:  # wandb before 0.31
+        return bool(wandb.api.api_key)
 
 
 @LOGGERS.register("tensorboard")

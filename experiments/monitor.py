@@ -56,9 +56,12 @@ class Monitor:
                 from rich.console import Console
                 from rich.live import Live
 
-                stack.enter_context(
-                    Live(get_renderable=self.view, console=Console(stderr=True), refresh_per_second=4, transient=True)
+                screen = Console(stderr=True)
+                shared = sys.stdout.isatty()  # what is printed goes above the view; into a file or a pipe it stays itself
+                live = Live(
+                    get_renderable=self.view, console=screen, refresh_per_second=4, transient=True, redirect_stdout=shared
                 )
+                stack.enter_context(live)
             yield
 
     def view(self) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from experiments import measure
@@ -175,13 +174,13 @@ def _fit(config: EngineConfig, dims: Dimensions, steps: list[Step], bandwidth: f
         weights = share * trust / measured
         matrix = terms[:, 1:] * weights[:, None]
         found = _nonnegative(matrix, targets * weights)
-        overhead, per_operation, per_byte, per_pair = (max(float(v), 1e-18) for v in found)
+        overhead, per_operation, per_byte, per_pair = (float(v) for v in found)
         device = replace(
             device,
             overhead_s=overhead,
-            flops=min(1 / per_operation, 1e17),
-            kv_bandwidth=min(1 / per_byte, 1e15),
-            attention_flops=min(1 / per_pair, 1e17),
+            flops=1 / max(per_operation, 1e-18),
+            kv_bandwidth=1 / max(per_byte, 1e-18),
+            attention_flops=1 / max(per_pair, 1e-18),
         )
         left = np.abs(matrix @ found - targets * weights) / (share * trust)
         trust = 1 / np.sqrt(np.maximum(left, 0.02))
@@ -251,7 +250,8 @@ def _value(row: dict[str, Any], key: str, part: str | None) -> float:
 
 
 def _yaml(device: DeviceConfig, config: EngineConfig) -> str:
-    values = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in vars(device).items()}
+    lines = [f"{k}: {f'{v:.2e}' if isinstance(v, float) else v}" for k, v in vars(device).items()]
     head = "# python -m experiments.run experiment=validate device=cpu\n"
-    what = f"# A CPU, fitted on {config.model.name} ({config.model.dtype}) by the command above.\n"
-    return head + what + OmegaConf.to_yaml(OmegaConf.create(values))
+    how = f"{torch.get_num_threads()} threads, {config.runner.clock} time"
+    what = f"# A CPU, fitted on {config.model.name} ({config.model.dtype}, {how}) by the command above.\n"
+    return head + what + "\n".join(lines) + "\n"
