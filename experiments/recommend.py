@@ -27,6 +27,7 @@ from qkv.scales import ScaleFile
 from qkv.simulation import SimulatedModel
 from qkv.validate import require
 
+_AS_FAST = 0.02  # difference in simulated tokens/s that decides nothing
 # what vLLM calls the same idea; the others it does not have
 _VLLM = {"none": "auto", "fp8": "fp8", "int8_token": "int8_per_token_head"}
 
@@ -155,17 +156,27 @@ class Recommend(Experiment):
             console().print(f"vLLM: {vllm_flags(name, block_size, self.plan, run.engine)}")
 
 
+def _best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The most accurate of those that are as fast as the fastest."""
+    fastest = max(row["speed"]["output_tokens_per_s"] for row in rows)
+    near = [row for row in rows if row["speed"]["output_tokens_per_s"] >= (1 - _AS_FAST) * fastest]
+    return min(near, key=lambda row: (row["accuracy"]["kl_divergence"], -row["speed"]["output_tokens_per_s"]))
+
+
 def choose(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fastest of those that keep all limits (of equals, the most accurate), the next one, and why in two sentences."""
-    ranked = sorted(rows, key=lambda r: (-r["speed"]["output_tokens_per_s"], r["accuracy"]["kl_divergence"]))
-    kept = [row for row in ranked if not row["misses"]]
+    """Of those that keep all limits the fastest (of those as fast, the most accurate), the next one, and why in two sentences."""
+    kept = [row for row in rows if not row["misses"]]
     if not kept:
-        near = min(ranked, key=lambda r: len(r["misses"]))
+        near = min(rows, key=lambda r: (len(r["misses"]), -r["speed"]["output_tokens_per_s"]))
         reason = f"Nothing keeps every limit. The nearest is {near['label']}: {'; '.join(near['misses'])}."
         return {"choice": None, "runner_up": None, "reason": reason}
-    first, second = kept[0], kept[1] if len(kept) > 1 else None
+    first = _best(kept)
+    rest = [row for row in kept if row is not first]
+    second = _best(rest) if rest else None
     kl, rate = first["accuracy"]["kl_divergence"], first["speed"]["output_tokens_per_s"]
-    reason = f"Take {first['label']}: of those that keep every limit it is the fastest, {rate:,.0f} tokens/s at KL {kl:.4g}, and "
+    fastest = max(row["speed"]["output_tokens_per_s"] for row in kept)
+    how = "the fastest" if rate == fastest else f"the most accurate within {_AS_FAST:.0%} of the fastest"
+    reason = f"Take {first['label']}: of those that keep every limit it is {how}, {rate:,.0f} tokens/s at KL {kl:.4g}, and "
     reason += f"{first['plan']['requests']:,} requests fit. "
     if second is None:
         reason += "Nothing else keeps every limit."

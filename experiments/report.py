@@ -70,8 +70,9 @@ def collect(paths: Sequence[Path], baseline: Path | None = None) -> Report:
     report, files = Report(), [file for path in paths for file in _records(path)]
     records = [(file, _read(file)) for file in files]
     configs = [flatten(record.get("config", {})) for _, record in records if not record.get("error")]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    report.settings = [key for key in keys if len({json.dumps(config.get(key)) for config in configs}) > 1]
+    # a field that only some have comes with the policy they name: the name says it
+    keys = [key for key in (configs[0] if configs else {}) if all(key in config for config in configs)]
+    report.settings = [key for key in keys if len({json.dumps(config[key]) for config in configs}) > 1]
     for file, record in records:
         job = file.parent.name
         report.sources.append(str(file))

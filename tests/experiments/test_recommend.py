@@ -25,7 +25,7 @@ def row(label: str, rate: float, kl: float, misses: list[str]) -> dict[str, Any]
 
 
 def test_the_fastest_that_keeps_every_limit_is_chosen() -> None:
-    rows = [row("none", 10, 0.0, []), row("int4", 40, 0.5, ["KL"]), row("int8", 20, 0.001, []), row("fp8", 20, 0.01, [])]
+    rows = [row("none", 10, 0.0, []), row("int4", 40, 0.5, ["KL"]), row("int8", 20, 0.001, []), row("fp8", 20.3, 0.01, [])]
     choice = choose(rows)
     assert (choice["choice"], choice["runner_up"]) == ("int8", "fp8")
     assert choice["reason"].count(". ") == 1

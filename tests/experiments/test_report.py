@@ -11,6 +11,7 @@ import pytest
 from experiments import report, run
 
 SWEEP = ["-m", "experiment=throughput", "workload.num_requests=70", "pool_tokens=20000", "quantizers=[]", "logger=none"]
+SWEEP += ["surface_pools=[]", "surface_lengths=[]"]
 
 
 def record(folder: Path, rows: list[dict[str, Any]], **rest: Any) -> Path:
