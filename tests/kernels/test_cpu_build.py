@@ -46,18 +46,21 @@ def test_the_kernels_tests_pass_under_the_address_sanitizer() -> None:
     if not Path(runtime).is_absolute():
         pytest.skip(f"{cxx} has no address sanitizer here")
     path = build.library(("-fsanitize=address", "-fno-omit-frame-pointer", "-g1"))
-    chosen = "any_layer or head_dims or query_heads or window or (reference_and_stores and bfloat16)"
-    tests = Path(__file__).with_name("test_cpu_attend.py")
-    arguments = ["-q", "-x", "-p", "no:cacheprovider", str(tests), "-k", chosen]
+    chosen = (
+        "any_layer or any_pair or head_dims or query_heads or window or linear or norm or (reference_and_stores and bfloat16)"
+    )
+    root = Path(__file__).parents[2]
+    tests = [str(Path(__file__).with_name(f"test_cpu_{part}.py")) for part in ("attend", "raw_rows", "frame")]
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", *tests, "-k", chosen]
     code = f"from qkv_kernels import cpu; cpu.load({str(path)!r}); import pytest; raise SystemExit(pytest.main({arguments!r}))"
     environment = {
         **os.environ,
         "LD_PRELOAD": runtime,
         "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
         "PYTHONMALLOC": "malloc",
-        "PYTHONPATH": os.pathsep.join(map(str, (Path(cpu.__file__).parents[2], tests.parents[2]))),
+        "PYTHONPATH": os.pathsep.join(map(str, (Path(cpu.__file__).parents[2], root))),
     }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tests.parents[2])
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
