@@ -8,6 +8,7 @@ message; a traceback is a bug. Does not know about: what any experiment measures
 """
 
 import errno
+import logging
 import os
 import sys
 import traceback
@@ -102,6 +103,7 @@ def main(arguments: Iterable[str] | None = None, config: str = "config") -> int:
     _codes.clear()
     _folders.clear()
     program = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config)(_job)
+    before = list(logging.getLogger().handlers)
     try:
         program()
         if _folders:
@@ -117,6 +119,10 @@ def main(arguments: Iterable[str] | None = None, config: str = "config") -> int:
         return _refuse(
             ConfigError(f"cannot write to '{error.filename}': {error.strerror}; choose another hydra.run.dir"), 2, config
         )
+    finally:  # run.log ends with the run: its folder may be gone before this process is
+        for handler in [h for h in logging.getLogger().handlers if h not in before]:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
     return max(_codes, default=0)
 
 

@@ -1,6 +1,7 @@
 """The command line: help, and one clear message with exit code 2 for every mistake, before a model loads."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -177,3 +178,11 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert values["interrupted"] is True
     assert values["rows"]
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == len(values["rows"])
+
+
+@pytest.mark.parametrize("wrong", [[], ["experiment=compare", "quantizers=[none,int9]"]])
+def test_a_run_leaves_no_log_open(wrong: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever logs afterwards in the same process would write into a folder that may be gone."""
+    before = list(logging.getLogger().handlers)
+    run.main([*(wrong or ["experiment=plan"]), f"hydra.run.dir={tmp_path / 'run'}"])
+    assert [h for h in logging.getLogger().handlers if h not in before] == []
