@@ -48,7 +48,7 @@ SMALLER: dict[str, Any] = {
     "settings": ["int8"],
     "shapes": ["4/2/32"],
     "shared_prefix_tokens": 0,
-    "sources": ["pydoc", "code"],
+    "sources": ["pydoc", "banking"],
     "steps": 3,
     "surface_lengths": [1024],
     "surface_pools": [8192],
