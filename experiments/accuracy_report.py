@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from experiments.frontier import bits, on_frontier
 from experiments.plots import frontier
-from experiments.report import STYLE, pareto
+from experiments.report import STYLE, command, pareto
 from experiments.table import console, number, show
 from qkv.errors import ConfigError
 
@@ -197,20 +197,17 @@ def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return record, listed
 
 
+def _make(folders: list[Path], settings: dict[str, str]) -> None:
+    if len(folders) != 1:
+        raise ConfigError("say which run: python -m experiments.accuracy_report outputs/accuracy/... [out=file]")
+    record, flips = read(folders[0])
+    print_tables(tables(record, flips))
+    print(f"report: {write(record, flips, Path(settings.get('out', folders[0] / 'accuracy.html')))}")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
-    options = dict(a.split("=", 1) for a in arguments if a.startswith("out="))
-    folders = [Path(a) for a in arguments if not a.startswith("out=")]
-    try:
-        if len(folders) != 1:
-            raise ConfigError("say which run: python -m experiments.accuracy_report outputs/accuracy/... [out=file]")
-        record, flips = read(folders[0])
-        print_tables(tables(record, flips))
-        print(f"report: {write(record, flips, Path(options.get('out', folders[0] / 'accuracy.html')))}")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command(arguments, ("out",), _make)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ Does not know about: how anything was measured.
 import html
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -226,21 +226,31 @@ document.querySelectorAll("#t th").forEach((th, i) => th.onclick = () => {{
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
-    options = dict(a.split("=", 1) for a in arguments if a.startswith(("baseline=", "out=")))
-    paths = [Path(a) for a in arguments if not a.startswith(("baseline=", "out="))]
+def command(arguments: Sequence[str], keys: Sequence[str], make: Callable[[list[Path], dict[str, str]], None]) -> int:
+    """The command line of a report: paths, and key=value of `keys`. Calls make(paths, settings); returns the exit code."""
+    given = tuple(f"{key}=" for key in keys)
+    settings = dict(a.split("=", 1) for a in arguments if a.startswith(given))
+    paths = [Path(a) for a in arguments if not a.startswith(given)]
     try:
-        if not paths:
-            raise ConfigError("say what to report on: python -m experiments.report outputs/... [baseline=record.json] [out=file]")
-        report = collect(paths, Path(options["baseline"]) if "baseline" in options else None)
-        folder = paths[0] if paths[0].is_dir() else paths[0].parent
-        print_table(report)
-        print(f"report: {write(report, Path(options.get('out', folder / 'report.html')))}")
+        make(paths, settings)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _make(paths: list[Path], settings: dict[str, str]) -> None:
+    if not paths:
+        raise ConfigError("say what to report on: python -m experiments.report outputs/... [baseline=record.json] [out=file]")
+    report = collect(paths, Path(settings["baseline"]) if "baseline" in settings else None)
+    folder = paths[0] if paths[0].is_dir() else paths[0].parent
+    print_table(report)
+    print(f"report: {write(report, Path(settings.get('out', folder / 'report.html')))}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code."""
+    return command(arguments, ("baseline", "out"), _make)
 
 
 if __name__ == "__main__":

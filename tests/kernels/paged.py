@@ -6,6 +6,7 @@ And the oracle: dense attention in float64 over the values that the quantizer sa
 import random
 
 import torch
+from hypothesis import strategies as st
 
 from qkv.attention.base import AttentionBackend, Reads
 from qkv.attention.reference import ReferenceBackend
@@ -19,6 +20,21 @@ CPU = torch.device("cpu")
 
 def shape(H: int = 2, G: int = 2, Dk: int = 16, Dv: int | None = None, **more: object) -> LayerShape:
     return LayerShape(index=0, H=H, Hq=H * G, Dk=Dk, Dv=Dv or Dk, scaling=Dk**-0.5, **more)  # type: ignore[arg-type]
+
+
+def any_shape(size: int, sizes: int, window: int) -> st.SearchStrategy[LayerShape]:
+    """Layers with head dims of 1 to `sizes` times `size`, windows up to `window`, and every other property of one."""
+    dims = st.integers(1, sizes).map(lambda n: n * size)
+    return st.builds(
+        shape,
+        H=st.integers(1, 3),
+        G=st.integers(1, 8),
+        Dk=dims,
+        Dv=dims,
+        window=st.none() | st.integers(1, window),
+        softcap=st.none() | st.floats(1, 30),
+        sinks=st.booleans(),
+    )
 
 
 def statistics(k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:

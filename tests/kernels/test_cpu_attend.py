@@ -11,7 +11,7 @@ from qkv.policies.quantizer.none import NoneQuantizer
 from qkv_kernels import cpu
 from qkv_kernels.format import KVFormat
 from tests.kernels.formats import FORMATS, Stored
-from tests.kernels.paged import Paged, bound, shape
+from tests.kernels.paged import Paged, any_shape, bound, shape
 from tests.kernels.test_reference_attend import LAYERS, mixed
 
 try:
@@ -117,23 +117,12 @@ def test_every_residue_of_the_length_modulo_the_block(block_size: int) -> None:
     check(ours, [torch.cat(o) for o in outs])
 
 
-@given(data=st.data())
-@settings(max_examples=50)
-def test_any_layer_any_schedule_any_pages(data: st.DataObject) -> None:
-    layer = shape(
-        H=data.draw(st.integers(1, 3)),
-        G=data.draw(st.integers(1, 8)),
-        Dk=data.draw(st.integers(1, 20)) * 8,
-        Dv=data.draw(st.integers(1, 20)) * 8,
-        window=data.draw(st.none() | st.integers(1, 100)),
-        softcap=data.draw(st.none() | st.floats(1, 30)),
-        sinks=data.draw(st.booleans()),
-    )
-    names = st.sampled_from(sorted(FORMATS))
+def check_any_run(data: st.DataObject, quantizer: Stored) -> None:
+    """Any layer, any schedule, any pages, on any instruction set."""
     lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
     ours = paged(
-        layer,
-        Stored(FORMATS[data.draw(names)], FORMATS[data.draw(names)]),
+        data.draw(any_shape(8, 20, 100)),
+        quantizer,
         lengths,
         data.draw(st.sampled_from(ISAS)),
         block_size=data.draw(st.sampled_from([1, 3, 8, 16, 100])),
@@ -142,6 +131,13 @@ def test_any_layer_any_schedule_any_pages(data: st.DataObject) -> None:
         block_seed=data.draw(st.integers(0, 99)),
     )
     check(ours, ours.run(mixed(lengths, data.draw(st.integers(1, 80)))))
+
+
+@given(data=st.data())
+@settings(max_examples=50)
+def test_any_layer_any_schedule_any_pages(data: st.DataObject) -> None:
+    names = st.sampled_from(sorted(FORMATS))
+    check_any_run(data, Stored(FORMATS[data.draw(names)], FORMATS[data.draw(names)]))
 
 
 @pytest.mark.parametrize("name", ["raw16", "int8-channel-float"])

@@ -15,7 +15,7 @@ try:
 except cpu.BuildError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-from tests.kernels.test_cpu_attend import DTYPES, ISAS, PAIRS, check, isas, paged, stored_bytes
+from tests.kernels.test_cpu_attend import DTYPES, PAIRS, check, check_any_run, isas, paged, stored_bytes
 
 KIVI = ("int4-block-float", "int4-token_group-float-tail0-sinks0")
 PROTECTED = ("int4-token-float-rotated-tail1-sinks3", "e4m3-head-tail1-sinks2")
@@ -92,28 +92,8 @@ def test_scales_of_blocks_are_folded_into_the_query(name: str, block_size: int) 
 @settings(max_examples=40)
 def test_any_pair_of_formats_any_schedule_any_pages(data: st.DataObject) -> None:
     """K and V need not keep the same rows raw."""
-    layer = shape(
-        H=data.draw(st.integers(1, 3)),
-        G=data.draw(st.integers(1, 8)),
-        Dk=data.draw(st.integers(1, 20)) * 8,
-        Dv=data.draw(st.integers(1, 20)) * 8,
-        window=data.draw(st.none() | st.integers(1, 100)),
-        softcap=data.draw(st.none() | st.floats(1, 30)),
-        sinks=data.draw(st.booleans()),
-    )
     names = [data.draw(st.sampled_from(sorted(KEEPERS))), data.draw(st.sampled_from(sorted(KEEPERS | FORMATS)))]
-    lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
-    ours = paged(
-        layer,
-        stored_as(tuple(data.draw(st.permutations(names)))),
-        lengths,
-        data.draw(st.sampled_from(ISAS)),
-        block_size=data.draw(st.sampled_from([1, 3, 8, 16, 100])),
-        dtype=data.draw(st.sampled_from(list(DTYPES.values()))),
-        deterministic=data.draw(st.booleans()),
-        block_seed=data.draw(st.integers(0, 99)),
-    )
-    check(ours, ours.run(mixed(lengths, data.draw(st.integers(1, 80)))))
+    check_any_run(data, stored_as(tuple(data.draw(st.permutations(names)))))
 
 
 @isas

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from qkv.layout import AttentionMetadata, HeadFormat, LayerShape
 from qkv.policies.quantizer.none import NoneQuantizer
 from qkv_kernels.reference import attend as module
-from tests.kernels.paged import CPU, Paged, dense, shape
+from tests.kernels.paged import CPU, Paged, any_shape, dense, shape
 
 LAYERS = {
     "plain": {},
@@ -85,18 +85,9 @@ def test_every_residue_of_length_modulo_block_size(length: int, deterministic: b
 @given(data=st.data())
 @settings(max_examples=40)
 def test_any_layer_any_schedule(data: st.DataObject) -> None:
-    layer = shape(
-        H=data.draw(st.integers(1, 3)),
-        G=data.draw(st.integers(1, 8)),
-        Dk=data.draw(st.integers(1, 10)) * 2,
-        Dv=data.draw(st.integers(1, 10)) * 2,
-        window=data.draw(st.none() | st.integers(1, 40)),
-        softcap=data.draw(st.none() | st.floats(1, 30)),
-        sinks=data.draw(st.booleans()),
-    )
     lengths = data.draw(st.lists(st.integers(1, 80), min_size=1, max_size=4))
     paged = Paged(
-        layer,
+        data.draw(any_shape(2, 10, 40)),
         data.draw(st.sampled_from(QUANTIZERS + BLOCK_UNIT[:1])),
         lengths,
         block_size=data.draw(st.sampled_from([1, 3, 8, 16, 100])),

@@ -62,6 +62,27 @@ struct Panel {  // one of several weights applied to the same rows
   int64_t N, first_task;
 };
 
+// Cuts the outputs of all panels into tasks: up to `wide` outputs, for one of `down` parts of the rows. Tasks that share weights
+// follow each other. A thread makes a worker() for its run of tasks and calls it with the panel's call, the first output, the
+// number of outputs, the part, and whether the weights are others than those of its last task.
+template <class Worker>
+void each_task(std::vector<Panel>& panels, int64_t wide, int64_t down, const Worker& worker) {
+  int64_t tasks = 0;
+  for (auto& p : panels) {
+    p.first_task = tasks;
+    tasks += (p.N + wide - 1) / wide * down;
+  }
+  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    auto work = worker();
+    size_t p = 0;
+    for (int64_t task = begin; task < end; task++) {
+      while (p + 1 < panels.size() && task >= panels[p + 1].first_task) p++;
+      const int64_t i = task - panels[p].first_task, n0 = i / down * wide;
+      work(panels[p].call, n0, std::min(wide, panels[p].N - n0), i % down, task == begin || i % down == 0);
+    }
+  });
+}
+
 // run() for many rows: x is packed once, a panel of weights by the thread that takes its first block of rows.
 void run_packed(const Frame* frame, std::vector<Panel>& panels, int64_t T) {
   const Linear& any = panels[0].call;
@@ -73,41 +94,23 @@ void run_packed(const Frame* frame, std::vector<Panel>& panels, int64_t T) {
   at::parallel_for(0, blocks, 4, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; b++) frame->pack_rows(any, b * height, rows(b), x + b * count * height);
   });
-  int64_t tasks = 0;
-  for (auto& p : panels) {
-    p.first_task = tasks;
-    tasks += (p.N + outputs - 1) / outputs * down;
-  }
-  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-    std::vector<uint32_t> w(2 * frame->width * count);
-    size_t p = 0;
-    for (int64_t task = begin; task < end; task++) {
-      const size_t before = p;
-      while (p + 1 < panels.size() && task >= panels[p + 1].first_task) p++;
-      const int64_t i = task - panels[p].first_task, n0 = i / down * outputs, n = std::min(outputs, panels[p].N - n0);
-      if (task == begin || p != before || i % down == 0) frame->pack_weights(panels[p].call, n0, n, w.data());
-      for (int64_t b = i % down * each; b < std::min(blocks, (i % down + 1) * each); b++)
-        frame->block(panels[p].call, x + b * count * height, w.data(), n0, n, b * height, rows(b));
-    }
+  each_task(panels, outputs, down, [&] {
+    return [&, w = std::vector<uint32_t>(2 * frame->width * count)](
+               const Linear& call, int64_t n0, int64_t n, int64_t part, bool other_weights) mutable {
+      if (other_weights) frame->pack_weights(call, n0, n, w.data());
+      for (int64_t b = part * each; b < std::min(blocks, (part + 1) * each); b++)
+        frame->block(call, x + b * count * height, w.data(), n0, n, b * height, rows(b));
+    };
   });
 }
 
-// All outputs of all panels for all T rows. Consecutive tasks share weights. alike: a row's result does not depend on T.
+// All outputs of all panels for all T rows. alike: a row's result does not depend on T.
 void run(const Frame* frame, std::vector<Panel>& panels, int64_t T, bool alike) {
   if (T >= MANY && !alike) return run_packed(frame, panels, T);
-  const int64_t wide = T <= FEW ? NARROW : WIDE, down = (T + TALL - 1) / TALL;
-  int64_t tasks = 0;
-  for (auto& p : panels) {
-    p.first_task = tasks;
-    tasks += (p.N + wide - 1) / wide * down;
-  }
-  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-    size_t p = 0;
-    for (int64_t task = begin; task < end; task++) {
-      while (p + 1 < panels.size() && task >= panels[p + 1].first_task) p++;
-      const int64_t i = task - panels[p].first_task, n = i / down * wide, t = i % down * TALL;
-      frame->linear(panels[p].call, n, std::min(wide, panels[p].N - n), t, std::min(TALL, T - t));
-    }
+  each_task(panels, T <= FEW ? NARROW : WIDE, (T + TALL - 1) / TALL, [&] {
+    return [&](const Linear& call, int64_t n0, int64_t n, int64_t part, bool) {
+      frame->linear(call, n0, n, part * TALL, std::min(TALL, T - part * TALL));
+    };
   });
 }
 
