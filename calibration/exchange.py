@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from calibration.collect import quantizer_metadata
+from calibration.fitting.collect import quantizer_metadata
 from qkv.errors import QkvError, ScaleError
 from qkv.layout import LayerShape
 from qkv.policies.quantizer.base import QUANTIZERS

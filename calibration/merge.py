@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from calibration import search
-from calibration.collect import quantizer_metadata
-from calibration.statistics import Statistics, statistics_path
+from calibration.fitting import search
+from calibration.fitting.collect import quantizer_metadata
+from calibration.fitting.statistics import Statistics, statistics_path
 from qkv.errors import QkvError, ScaleError
 from qkv.layout import LayerShape
 from qkv.policies.quantizer.base import QUANTIZERS

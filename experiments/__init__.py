@@ -1,1 +1,1 @@
-"""What a user runs: run.py is the command; every experiment is one file here plus one YAML in conf/experiment."""
+"""What a user runs: the commands are at the top, the experiments in studies/ (one file each, and one YAML in conf/experiment)."""

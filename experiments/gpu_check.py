@@ -22,11 +22,11 @@ from typing import Any, Literal
 
 import torch
 
-from experiments import _gpu_bench as bench
-from experiments._gpu_bench import Shape
-from experiments._gpu_raw_rows import check_raw_rows
-from experiments._kernel_cases import FORMATS, RAW_ROW_FORMATS, Pool, make_pool
-from experiments.record import Record
+from experiments.gpu import bench
+from experiments.gpu.bench import Shape
+from experiments.gpu.kernel_cases import FORMATS, RAW_ROW_FORMATS, Pool, make_pool
+from experiments.gpu.raw_rows import check_raw_rows
+from experiments.harness.record import Record
 from qkv_kernels.format import KVFormat
 from qkv_kernels.reference.attend import Plane, Rule, attend
 

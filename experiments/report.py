@@ -9,13 +9,14 @@ Does not know about: how anything was measured.
 import html
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.loggers import flatten
-from experiments.table import console, number, show
+from experiments.harness.page import STYLE, command, is_number, pareto
+from experiments.harness.record import flatten
+from experiments.harness.table import console, number, show
 from qkv.errors import ConfigError
 
 # heading, key of a flattened row, digits
@@ -57,12 +58,12 @@ class Report:
 
     @property
     def columns(self) -> list[tuple[str, str, int]]:
-        return [column for column in COLUMNS if any(_is_number(row.get(column[1])) for row in self.rows)]
+        return [column for column in COLUMNS if any(is_number(row.get(column[1])) for row in self.rows)]
 
     def difference(self, row: Mapping[str, Any], key: str) -> float | None:
         """Relative change against the baseline's row of the same label."""
         old, new = self.baseline.get(str(row.get("label")), {}).get(key), row.get(key)
-        return new / old - 1 if _is_number(old) and _is_number(new) and old and new is not None else None
+        return new / old - 1 if is_number(old) and is_number(new) and old and new is not None else None
 
 
 def collect(paths: Sequence[Path], baseline: Path | None = None) -> Report:
@@ -116,7 +117,7 @@ def print_table(report: Report) -> None:
     cells = []
     for row in report.rows:
         own = [str(row[f"config/{key}"]) for key in report.settings]
-        values = [number(row.get(key), digits) if _is_number(row.get(key)) else "-" for _, key, digits in columns]
+        values = [number(row.get(key), digits) if is_number(row.get(key)) else "-" for _, key, digits in columns]
         cells.append([*own, str(row["label"]), *values])
     show("All jobs", heads, cells, text=range(len(report.settings) + 1))
     for job, message in report.problems:
@@ -133,9 +134,9 @@ def write(report: Report, out: Path) -> Path:
         cells = [f"<td>{html.escape(str(text))}</td>" for text in texts]
         for _, key, digits in columns:
             value, change = row.get(key), report.difference(row, key)
-            shown = number(value, digits) if _is_number(value) else "-"
+            shown = number(value, digits) if is_number(value) else "-"
             mark = f" <small>{100 * change:+.1f} %</small>" if change is not None else ""
-            cells.append(f'<td class="n" data-v="{value if _is_number(value) else ""}">{shown}{mark}</td>')
+            cells.append(f'<td class="n" data-v="{value if is_number(value) else ""}">{shown}{mark}</td>')
         body.append(f"<tr>{''.join(cells)}</tr>")
     problems = "".join(f"<li><b>job {html.escape(job)}</b>: {html.escape(text)}</li>" for job, text in report.problems)
     plots = "".join(filter(None, (pareto(report.rows, *plot) for plot in PARETO)))
@@ -155,52 +156,9 @@ def write(report: Report, out: Path) -> Path:
     return out
 
 
-def pareto(rows: Iterable[Mapping[str, Any]], title: str, x: str, y: str, more: bool) -> str:
-    """An SVG of the rows that have both values; empty with fewer than two different points."""
-    points = [
-        (float(row[x]), float(row[y]), str(row["label"])) for row in rows if _is_number(row.get(x)) and _is_number(row.get(y))
-    ]
-    if len({p[:2] for p in points}) < 2:
-        return ""
-    best, frontier = None, []
-    for px, py, _ in sorted(points, key=lambda p: (p[0], -p[1] if more else p[1])):
-        if best is None or (py > best if more else py < best):
-            best = py
-            frontier.append((px, py))
-    width, height, pad = 460, 300, 50
-    top_x, top_y = max(p[0] for p in points) or 1.0, max(p[1] for p in points) or 1.0
-
-    def place(px: float, py: float) -> tuple[float, float]:
-        return pad + px / top_x * (width - 2 * pad), height - pad - py / top_y * (height - 2 * pad)
-
-    line = " ".join(f"{a:.1f},{b:.1f}" for a, b in (place(*p) for p in frontier))
-    dots = "".join(
-        f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4"><title>{html.escape(label)}: {px:.6g}, {py:.6g}</title></circle>'
-        f'<text x="{a + 6:.1f}" y="{b - 4:.1f}">{html.escape(label)}</text>'
-        for px, py, label in points
-        for a, b in [place(px, py)]
-    )
-    axes = f'<path d="M{pad},{pad} V{height - pad} H{width - pad}"/>'
-    ends = f'<text x="{width - pad}" y="{height - pad + 16}" text-anchor="end">{top_x:.4g}</text>'
-    ends += f'<text x="{pad - 4}" y="{pad}" text-anchor="end">{top_y:.4g}</text>'
-    head = f'<text x="{pad}" y="20" class="t">{html.escape(title)}</text>'
-    return f'<svg viewBox="0 0 {width} {height}">{head}{axes}<polyline points="{line}"/>{dots}{ends}</svg>'
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _short(key: str) -> str:
     return key.replace("/", ".").removesuffix(".name")
 
-
-STYLE = """body { font: 14px system-ui, sans-serif; margin: 2em; color: #222 }
-table { border-collapse: collapse } th, td { padding: 3px 10px; border-bottom: 1px solid #ddd; text-align: left }
-th { cursor: pointer; position: sticky; top: 0; background: #f6f6f6 } .n { text-align: right } small { color: #777 }
-svg { width: 460px; margin: 0 1em 1em 0 } svg path { fill: none; stroke: #999 } circle { fill: #1f77b4 }
-polyline { fill: none; stroke: #d62728; stroke-width: 1.5 }
-svg text { font-size: 10px; fill: #444 } svg .t { font-size: 13px }"""
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>qkv report</title>
 <style>
@@ -224,19 +182,6 @@ document.querySelectorAll("#t th").forEach((th, i) => th.onclick = () => {{
 }});
 </script>
 """
-
-
-def command(arguments: Sequence[str], keys: Sequence[str], make: Callable[[list[Path], dict[str, str]], None]) -> int:
-    """The command line of a report: paths, and key=value of `keys`. Calls make(paths, settings); returns the exit code."""
-    given = tuple(f"{key}=" for key in keys)
-    settings = dict(a.split("=", 1) for a in arguments if a.startswith(given))
-    paths = [Path(a) for a in arguments if not a.startswith(given)]
-    try:
-        make(paths, settings)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def _make(paths: list[Path], settings: dict[str, str]) -> None:

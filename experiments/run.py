@@ -23,9 +23,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments import cli, report
-from experiments.base import build
-from experiments.record import Record, is_finished
+from experiments import report
+from experiments.harness import cli
+from experiments.harness.base import build
+from experiments.harness.record import Record, is_finished
 from qkv.errors import ConfigError, QkvError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"

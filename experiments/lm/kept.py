@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from experiments.record import plain
+from experiments.harness.record import plain
 from qkv.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ Takes: Scores of two runs. Gives: plain numbers, words and lists. Does not know 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments import significance
 from experiments.lm.evaluate import Scores
+from experiments.measuring import significance
 
 _PROMPT_END = 200  # characters of a flipped sample's prompt that are listed
 

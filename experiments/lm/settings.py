@@ -17,9 +17,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from calibration.data import DATA, DataSource
-from experiments import cli, scales
+from calibration.text.data import DATA, DataSource
+from experiments.harness import cli
 from experiments.lm.text import with_tokenizer
+from experiments.measuring import scales
 from qkv.assemble import build_policies
 from qkv.config import EngineConfig
 from qkv.engine import Engine

@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets
 
-from calibration.data import DATA
+from calibration.text.data import DATA
 from qkv.errors import ConfigError
 
 SAMPLES = 200  # per task, where nothing else is asked for

@@ -8,11 +8,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from calibration.data import DATA
-from experiments import cli
-from experiments.base import EXPERIMENTS, build
-from experiments.loggers import LOGGERS
-from experiments.workload import Workload
+from calibration.text.data import DATA
+from experiments.harness import cli
+from experiments.harness.base import EXPERIMENTS, build
+from experiments.harness.loggers.base import LOGGERS
+from experiments.harness.workload import Workload
 from qkv.config import (
     SHAPE_FIELDS,
     AttentionConfig,

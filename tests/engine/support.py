@@ -35,7 +35,7 @@ def tokens(seed: int, n: int) -> list[int]:
 @lru_cache
 def scales(quantizer: str, name: str = "llama") -> ScaleFile | None:
     """Scales of the tiny model for a quantizer that needs them, from random text; None for the others."""
-    from calibration.collect import calibrate
+    from calibration.fitting.collect import calibrate
 
     if not QUANTIZERS.build(quantizer).needs_scales:
         return None

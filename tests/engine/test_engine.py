@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.collect import calibrate
+from calibration.fitting.collect import calibrate
 from qkv.cache.store import KVStore
 from qkv.engine import Engine
 from qkv.errors import ConfigError, ModelError, RequestError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments import run
-from experiments.ablation import Grid, errors
+from experiments.studies.ablation import Grid, errors
 from qkv.layout import LayerShape
 from qkv.policies.quantizer.base import QUANTIZERS
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from calibration.collect import FULL, Collector, calibrate
-from calibration.ranges import percentile, seen
+from calibration.fitting.collect import FULL, Collector, calibrate
+from calibration.fitting.ranges import percentile, seen
 from qkv.engine import Engine
 from qkv.errors import ConfigError, ScaleError
 from qkv.models import LoadedModel, load_model

@@ -8,15 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from calibration import drift, exchange, histogram, run, search
-from calibration.collect import FULL, Collector
-from calibration.diagnose import diagnose
-from calibration.gather import observed
-from calibration.output import OutputErrors
-from calibration.saturation import Saturation
+from calibration import drift, exchange, run
+from calibration.fitting import histogram, search
+from calibration.fitting.collect import FULL, Collector
+from calibration.fitting.diagnose import diagnose
+from calibration.fitting.gather import observed
+from calibration.fitting.output import OutputErrors
+from calibration.fitting.saturation import Saturation
 from experiments import run as experiments_run
-from experiments.divergence import Accuracy
-from experiments.drift import judge
+from experiments.measuring.divergence import Accuracy
+from experiments.studies.drift import judge
 from qkv.engine import Engine
 from qkv.errors import ScaleError
 from qkv.layout import LayerShape

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from calibration import merge, run, search
-from calibration.gather import gather
-from calibration.statistics import Statistics, statistics_path
+from calibration import merge, run
+from calibration.fitting import search
+from calibration.fitting.gather import gather
+from calibration.fitting.statistics import Statistics, statistics_path
 from qkv.engine import Engine
 from qkv.errors import ScaleError
 from qkv.models import load_model

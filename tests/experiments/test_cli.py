@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import base, run
+from experiments import run
+from experiments.harness import base
 from qkv.errors import ConfigError
 from qkv.policies.evictor.base import EVICTORS
 
@@ -79,8 +80,8 @@ def test_a_mistake_is_one_message_before_any_model_loads(
     def load(*_: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("experiments.compare.load_model", load)
-    monkeypatch.setattr("experiments.generate.load_model", load)
+    monkeypatch.setattr("experiments.studies.compare.load_model", load)
+    monkeypatch.setattr("experiments.studies.generate.load_model", load)
     assert expected in refused(capsys, tmp_path, *arguments)
 
 
@@ -109,7 +110,7 @@ def test_a_bug_keeps_its_traceback_and_its_record(tmp_path: Path, monkeypatch: p
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("experiments.bench_scheduler.BenchScheduler.run", broken)
+    monkeypatch.setattr("experiments.studies.bench_scheduler.BenchScheduler.run", broken)
     with pytest.raises(ZeroDivisionError):
         run.main(["experiment=bench_scheduler", f"hydra.run.dir={tmp_path}"])
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments import compile_kernels
-from experiments._gpus import GPUS
+from experiments.gpu.cards import GPUS
+from experiments.studies import compile_kernels
 from qkv.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,8 @@ def test_decode_of_quantized_pages_is_wide_and_stays_in_registers(tmp_path: Path
 JUDGED = """
 import dataclasses, json, sys
 from collections import Counter
-from experiments import _machine_code as machine_code, compile_kernels as check
+from experiments.gpu import machine_code
+from experiments.studies import compile_kernels as check
 
 def wrong(launch, **changes):
     code = machine_code.read(launch.compile(check._target("sm_90")), "sm_90")

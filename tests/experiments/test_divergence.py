@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from experiments.divergence import Accuracy, score_document
+from experiments.measuring.divergence import Accuracy, score_document
 
 V = 50
 

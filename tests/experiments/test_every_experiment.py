@@ -11,8 +11,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from experiments import cli, run
-from experiments.loggers import flatten
+from experiments import run
+from experiments.harness import cli
+from experiments.harness.record import flatten
 
 CONF = Path(__file__).parents[2] / "conf"
 NAMES = cli.groups(CONF)["experiment"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import _gpu_bench as bench
 from experiments import gpu_check
+from experiments.gpu import bench
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAN = """
@@ -54,7 +54,7 @@ def test_correctness_of_a_format(name: str) -> None:
 @pytest.mark.parametrize("name", ["int8_sinks", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kivi4", "kivi3", "kivi2"))])
 def test_correctness_of_a_format_with_raw_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setattr("experiments._gpu_raw_rows.STEPS", ([20, 3, 17], [1, 1, 1], [14, 1, 2]))
+    monkeypatch.setattr("experiments.gpu.raw_rows.STEPS", ([20, 3, 17], [1, 1, 1], [14, 1, 2]))
     row = gpu_check.check_format(name, "cpu", "float32", 64)
     assert row["errors"] == []
     assert 0 < row["step_error"] < 1e-4

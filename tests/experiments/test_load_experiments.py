@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from experiments import run
-from experiments.concurrency import find_knee
-from experiments.eviction import TRACES, belady, hit_rate
+from experiments.studies.concurrency import find_knee
+from experiments.studies.eviction import TRACES, belady, hit_rate
 from qkv.policies.evictor.base import EVICTORS
 
 SMALL = ["workload.num_requests=120", "logger=none"]

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from experiments.loggers import LOGGERS, Logger, flatten
-from experiments.plots import bars
-from experiments.table import number
+from experiments.harness.loggers.base import LOGGERS, Logger
+from experiments.harness.plots import bars
+from experiments.harness.record import flatten
+from experiments.harness.table import number
 
 ROWS: list[dict[str, Any]] = [
     {"label": "none", "memory": {"pool_bytes": 8}, "accuracy": {"kl_divergence": 0.0}},
@@ -58,9 +59,9 @@ def test_wandb_offline_with_the_real_package(
 ) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    with caplog.at_level(logging.WARNING, logger="experiments.loggers"):
+    with caplog.at_level(logging.WARNING, logger="experiments.harness.loggers"):
         log_everything(LOGGERS.build("wandb"), tmp_path)
-    assert not [r for r in caplog.records if r.name == "experiments.loggers"]
+    assert not [r for r in caplog.records if r.name == "experiments.harness.loggers"]
     (transaction_log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     deadline = time.monotonic() + 60  # wandb's own process writes the file, a moment after finish() returned
     while not (written := read_back(transaction_log)).get("exit"):

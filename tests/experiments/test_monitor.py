@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments.monitor import MetricsSettings, Monitor
+from experiments.harness.monitor import MetricsSettings, Monitor
 from qkv.config import EngineConfig
 from qkv.engine import Engine
 from qkv.metrics import prometheus

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from experiments import run
-from experiments.plan import Demand
-from experiments.recommend import Recommend, choose, vllm_flags
-from experiments.workload import Traffic, Workload
-from experiments.workload_stats import stats
+from experiments.harness.workload import Traffic, Workload
+from experiments.studies.plan import Demand
+from experiments.studies.recommend import Recommend, choose, vllm_flags
+from experiments.studies.workload_stats import stats
 from qkv.config import EngineConfig
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.significance import holm, mcnemar, paired, verdict
+from experiments.measuring.significance import holm, mcnemar, paired, verdict
 
 flips = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
 

@@ -16,7 +16,8 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from experiments import cli, run
+from experiments import run
+from experiments.harness import cli
 from experiments.tasks import custom, dialogue, tool_call
 from qkv.errors import ConfigError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments import run
-from experiments.validate import Step, fit
+from experiments.studies.validate import Step, fit
 from qkv.config import DeviceConfig, EngineConfig
 from qkv.models import dimensions
 from qkv.simulation.cost import StepCost

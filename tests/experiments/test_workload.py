@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import serve
-from experiments.workload import Planned, Slo, Traffic, Workload
+from experiments.harness.workload import Planned, Slo, Traffic, Workload
+from experiments.measuring.serving import serve
 from qkv.config import EngineConfig
 from qkv.engine import Engine
 from qkv.errors import ConfigError

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import record as record_module
-from experiments.record import Record, git_state, plain
+from experiments.harness import record as record_module
+from experiments.harness.record import Record, git_state, plain
 
 REQUIRED = {"schema", "experiment", "started", "wall_s", "host", "versions", "config", "rows"}
 

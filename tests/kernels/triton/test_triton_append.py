@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experiments._kernel_cases import FORMATS, Pool, calibrated, empty_plane, make_pool, store
+from experiments.gpu.kernel_cases import FORMATS, Pool, calibrated, empty_plane, make_pool, store
 from qkv_kernels.format import KVFormat
 from qkv_kernels.reference import append as reference
 from qkv_kernels.reference.attend import Plane

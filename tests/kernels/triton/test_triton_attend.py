@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experiments._kernel_cases import FORMATS, Pool, make_pool
+from experiments.gpu.kernel_cases import FORMATS, Pool, make_pool
 from qkv_kernels.reference.attend import Plane, Rule, attend
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -1,0 +1,1 @@
+"""Text to calibrate and measure on: sources, how rows are read, which documents are drawn."""

@@ -1,0 +1,1 @@
+"""What every experiment runs in: settings, command line, record, loggers, tables, plots, workloads."""

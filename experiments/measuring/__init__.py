@@ -1,0 +1,1 @@
+"""What several experiments measure alike: engines, served rows, divergence, significance, scales, sizes."""

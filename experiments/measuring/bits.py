@@ -1,0 +1,18 @@
+"""Rows by their bits: the mean effective bits of a row, and which rows nothing smaller beats."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def bits(row: dict[str, Any]) -> float:
+    """Mean effective bits of K and V."""
+    return float((row["memory"]["effective_bits_k"] + row["memory"]["effective_bits_v"]) / 2)
+
+
+def on_frontier(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of rows sorted by bits, those with a smaller KL divergence than every row before them."""
+    best: list[dict[str, Any]] = []
+    for row in rows:
+        if not best or row["accuracy"]["kl_divergence"] < best[-1]["accuracy"]["kl_divergence"]:
+            best.append(row)
+    return best

@@ -1,0 +1,148 @@
+"""What several experiments measure alike: engines that share one loaded model, speed of a workload, parts of a row.
+
+Takes: settings and an engine. Gives: plain numbers for the record. Does not know about: tables, files.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from experiments.harness.workload import Workload
+from qkv.config import EngineConfig
+from qkv.engine import Engine
+from qkv.errors import RequestError
+from qkv.models import LoadedModel
+from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
+from qkv.scales import ScaleFile
+from qkv.simulation import SimulatedModel
+from qkv.types import RequestOutput, SamplingParams
+
+Spec = str | Mapping[str, Any]
+
+
+def single_document(config: EngineConfig, tokens: int) -> EngineConfig:
+    """The same engine with a pool for one sequence of `tokens` tokens, so that several engines fit beside one model."""
+    block = int(config.allocator.get("block_size", 16))
+    cache = replace(
+        config.cache,
+        num_blocks=-(-tokens // block) + 2,
+        memory_bytes=None,
+        memory_utilization=None,
+        host_memory_bytes=0,
+        enable_prefix_caching=False,
+    )
+    allocator = {key: value for key, value in config.allocator.items() if key != "max_len"}  # contiguous: reserve the document
+    scheduler = replace(config.scheduler, max_model_len=tokens, max_num_seqs=1)
+    return replace(config, cache=cache, allocator=allocator, scheduler=scheduler)
+
+
+def whole_documents(config: EngineConfig, tokens: int) -> EngineConfig:
+    """An engine that runs a document of up to `tokens` tokens in one step, one at a time."""
+    config = single_document(config, tokens + 1)  # the one new token asked for
+    batch = max(tokens, config.scheduler.max_num_batched_tokens)
+    return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=batch))
+
+
+def build(
+    config: EngineConfig, loaded: LoadedModel | SimulatedModel, quantizer: Spec | None = None, scales: ScaleFile | None = None
+) -> Engine:
+    """An engine on an already loaded model. quantizer: instead of the configured one."""
+    if quantizer is not None:
+        spec = {"name": quantizer} if isinstance(quantizer, str) else dict(quantizer)
+        config = replace(config, quantizer=spec, scales=None)
+    return Engine(loaded, config, scales)
+
+
+def label(spec: Spec) -> str:
+    """'int8', or 'kivi(bits=2)' for a quantizer with settings that are not its defaults."""
+    if isinstance(spec, str):
+        return spec
+    default = settings(QUANTIZERS.build(spec["name"]))
+    fields = ", ".join(f"{key}={value}" for key, value in spec.items() if key != "name" and default.get(key) != value)
+    return f"{spec['name']}({fields})" if fields else str(spec["name"])
+
+
+def settings(policy: Any) -> dict[str, Any]:
+    """All fields of a policy, defaults included."""
+    return {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init}
+
+
+def policy_part(config: EngineConfig, spec: Spec, scales: str | None = None) -> dict[str, Any]:
+    """The row's `policy`. scales: where static scales come from, in words."""
+    quantizer: Quantizer = QUANTIZERS.build(spec)
+    part: dict[str, Any] = {
+        "quantizer": quantizer.name,
+        "quantizer_fields": settings(quantizer),
+        "allocator": config.allocator["name"],
+        "block_size": config.allocator.get("block_size", 16),
+        "evictor": config.evictor["name"],
+        "preemptor": config.preemptor["name"],
+        "prefix_caching": config.cache.enable_prefix_caching,
+    }
+    return part | ({"scales": scales} if scales else {})
+
+
+def model_part(loaded: LoadedModel | SimulatedModel, engine: Engine) -> dict[str, Any]:
+    """The record's `model`. layers counts attention layers; kv_heads and head_dim are the first one's."""
+    if isinstance(loaded, SimulatedModel):
+        dtype, parameters = loaded.dtype, loaded.dims.parameters
+    else:
+        weights = list(loaded.model.parameters())
+        dtype, parameters = weights[0].dtype, sum(p.numel() for p in weights)
+    first = engine.layers[0]
+    return {
+        "name": loaded.name,
+        "source": loaded.source,
+        "fingerprint": loaded.fingerprint,
+        "layers": len(engine.layers),
+        "kv_heads": first.H,
+        "query_heads": first.Hq,
+        "head_dim": first.Dk,
+        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": parameters,
+    }
+
+
+def run_workload(engine: Engine, warmup: list[int], prompts: Sequence[list[int]], workload: Workload) -> dict[str, Any]:
+    """engine.metrics() with throughput in its `speed`, after one short request to warm up: of the run with the median throughput.
+
+    prefill_tokens_per_s and decode_tokens_per_s are over the steps that did only that; the other rates are over all.
+    runs_output_tokens_per_s: of every run, so that a noisy machine shows.
+    """
+    params = SamplingParams(max_tokens=workload.output_tokens, ignore_eos=workload.ignore_eos)
+    generate(engine, [warmup], SamplingParams(max_tokens=2, ignore_eos=True))
+    runs = []
+    for _ in range(workload.repeats):
+        engine.reset_prefix_cache()
+        engine.reset_metrics()
+        start = time.perf_counter()
+        outputs = generate(engine, prompts, params)
+        wall = time.perf_counter() - start
+        metrics = engine.metrics()
+        runs.append({**metrics, "speed": {**metrics["speed"], **throughput(outputs, wall)}})
+    runs.sort(key=lambda run: run["speed"]["output_tokens_per_s"])
+    chosen = runs[len(runs) // 2]
+    if len(runs) > 1:
+        chosen["speed"]["runs_output_tokens_per_s"] = [run["speed"]["output_tokens_per_s"] for run in runs]
+    return chosen
+
+
+def throughput(outputs: Sequence[RequestOutput], wall_s: float) -> dict[str, float]:
+    """output_tokens_per_s, total_tokens_per_s (with the prompts'), requests_per_s."""
+    prompt, new = sum(len(o.prompt_token_ids) for o in outputs), sum(len(o.token_ids) for o in outputs)
+    return {
+        "output_tokens_per_s": new / wall_s,
+        "total_tokens_per_s": (prompt + new) / wall_s,
+        "requests_per_s": len(outputs) / wall_s,
+    }
+
+
+def generate(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    """engine.generate, where a refused request ends the measurement. Raises RequestError with its reason."""
+    outputs: list[RequestOutput] = engine.generate(prompts, params)
+    for output in outputs:
+        if output.finish_reason == "error":
+            raise RequestError(output.error or "a request failed without a reason")
+    return outputs

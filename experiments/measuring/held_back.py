@@ -1,0 +1,54 @@
+"""Perplexity and KL of several scale files on the same documents, in lock-step with the unquantized run.
+
+Takes: documents, quantizers with their scales. Gives: their accuracy and memory. Does not know about: how scales came about.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from experiments.measuring import engines
+from experiments.measuring.divergence import Accuracy, score_document
+from qkv.config import EngineConfig
+from qkv.engine import Engine
+from qkv.models import LoadedModel
+from qkv.scales import ScaleFile
+
+
+class Scored(NamedTuple):
+    """accuracy: sums per document; part: the row's `accuracy`; memory, attention, warnings: of the engine."""
+
+    accuracy: Accuracy
+    part: dict[str, Any]
+    memory: dict[str, Any]
+    attention: dict[str, Any]
+    warnings: list[str]
+
+
+def score(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    documents: Sequence[list[int]],
+    files: Sequence[ScaleFile],
+    progress: Callable[[int], None] | None = None,
+) -> list[Scored]:
+    """The configured quantizer with each of `files`, against `none`. documents: of at least 2 tokens. progress(tokens) after."""
+    config = engines.single_document(config, max(map(len, documents)))
+    with ExitStack() as open_engines:
+
+        def opened(engine: Engine) -> Engine:
+            open_engines.callback(engine.close)
+            return engine
+
+        baseline = opened(engines.build(config, loaded, "none"))
+        contenders = [opened(engines.build(config, loaded, config.quantizer, file)) for file in files]
+        accuracies = [Accuracy() for _ in files]
+        for tokens in documents:
+            score_document(tokens, baseline, list(zip(contenders, accuracies, strict=True)), Accuracy())
+            if progress:
+                progress(len(tokens) * (1 + len(files)))
+        out = []
+        for engine, accuracy in zip(contenders, accuracies, strict=True):
+            metrics = engine.metrics()
+            out.append(Scored(accuracy, accuracy.part(metrics), metrics["memory"], metrics["attention"], metrics["warnings"]))
+        return out

@@ -1,0 +1,58 @@
+"""How fast the simulator is, in requests that get a token per second, and how much memory it takes.
+
+Takes: a workload. Gives: one row with what was simulated, and what simulating it cost. Steps taken at once count one by one.
+"""
+
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+from experiments.harness.base import EXPERIMENTS, Experiment, Run
+from experiments.harness.table import number, show
+from experiments.measuring.rows import open_model, serve_row, with_length
+
+
+@EXPERIMENTS.register("bench_simulator")
+@dataclass
+class BenchSimulator(Experiment):
+    """No settings of its own: the workload and the engine are what is simulated."""
+
+    runners = ("simulated",)
+
+    def run(self, run: Run) -> None:
+        config = with_length(run.engine, run.engine.scheduler.max_model_len or run.workload.max_tokens)
+        model = open_model(config)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        row = serve_row(run, model, config, "simulator")
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+        steps = row["requests"]["output_tokens"]
+        row["simulator"] = {
+            "request_steps": steps,
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+            "request_steps_per_s": steps / seconds,
+            "request_steps_per_cpu_s": steps / cpu,
+            "peak_resident_bytes": _peak_resident_bytes(),
+        }
+        run.add_row(row)
+        served, found = row["requests"], row["simulator"]
+        columns = ["requests", "tokens in", "out", "simulated s", "seconds", "CPU s", "request-steps/s", "per CPU s", "peak MiB"]
+        cells = [
+            number(served["served"]),
+            number(served["prompt_tokens"] / served["served"], 0),
+            number(served["output_tokens"] / served["served"], 0),
+            number(served["seconds"], 0),
+            number(seconds, 1),
+            number(cpu, 1),
+            number(found["request_steps_per_s"], 0),
+            number(found["request_steps_per_cpu_s"], 0),
+            number(found["peak_resident_bytes"] / 2**20, 0),
+        ]
+        show(f"Simulating {run.record.data['model']['name']} on {config.device.name}", columns, [cells])
+
+
+def _peak_resident_bytes() -> int:
+    """Of this process, since it started."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

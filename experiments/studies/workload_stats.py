@@ -1,0 +1,76 @@
+"""What a workload is like: percentiles of its lengths, and how much of its prompts a prefix cache could find.
+
+Takes: a workload. Gives: one row, a table, advice. No model, no engine; what follows an answer in a conversation is not known
+here, so conversations count with their first turns.
+"""
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from experiments.harness.base import EXPERIMENTS, Experiment, Run
+from experiments.harness.table import console, number, show
+from experiments.harness.workload import Planned, Traffic
+from qkv.cache.prefix import PrefixHasher
+from qkv.validate import require
+
+WORTH = 0.2  # share of repeated prompt tokens from which prefix caching pays
+_VOCAB = 32_000
+_PERCENTILES = (1, 50, 90, 99)
+
+
+@EXPERIMENTS.register("workload_stats")
+@dataclass
+class WorkloadStats(Experiment):
+    """requests: looked at, at most. block_size: tokens that are shared together or not at all."""
+
+    runners = ("model", "simulated")
+
+    requests: int = 20_000
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        require(self.requests >= 1, "requests", self.requests, "at least 1")
+        require(self.block_size >= 1, "block_size", self.block_size, "at least 1")
+
+    def run(self, run: Run) -> None:
+        found = stats(list(islice(Traffic(run.workload, run.engine.seed, _VOCAB), self.requests)), self.block_size)
+        run.add_row({"label": "workload", "policy": {}, "workload": found})
+        columns = ["tokens", "mean", *(f"p{p}" for p in _PERCENTILES), "largest"]
+        show(f"{found['requests']:,} requests", columns, [_cells(name, found[name]) for name in ("prompt", "output", "total")])
+        rate = found["prefix_duplication"]
+        console().print(
+            f"{100 * rate:.1f} % of the prompt tokens repeat what an earlier prompt began with, in blocks of {self.block_size}."
+        )
+        console().print(found["advice"])
+
+
+def stats(requests: list[Planned], block_size: int) -> dict[str, Any]:
+    """Lengths, the share of prompt tokens that an endless prefix cache would find, and advice."""
+    hasher, seen, repeated = PrefixHasher("xxh3_128", block_size, ["stats"]), set[bytes](), 0
+    for request in requests:
+        chain: list[bytes] = []
+        hasher.extend(chain, request.prompt, len(request.prompt) // block_size)
+        repeated += block_size * sum(block in seen for block in chain)
+        seen.update(chain)
+    prompts, outputs = np.array([len(r.prompt) for r in requests]), np.array([r.output_tokens for r in requests])
+    rate = repeated / int(prompts.sum())
+    advice = (
+        "Prefix caching pays."
+        if rate >= WORTH
+        else f"Below {WORTH:.0%}: leave prefix caching off (cache.enable_prefix_caching=false)."
+    )
+    lengths = {"prompt": _lengths(prompts), "output": _lengths(outputs), "total": _lengths(prompts + outputs)}
+    return {"requests": len(requests), **lengths, "prefix_duplication": rate, "advice": advice}
+
+
+def _lengths(values: Any) -> dict[str, float]:
+    points = np.percentile(values, _PERCENTILES)
+    shares = {f"p{p}": float(v) for p, v in zip(_PERCENTILES, points, strict=True)}
+    return {"mean": float(values.mean()), **shares, "largest": float(values.max())}
+
+
+def _cells(name: str, values: dict[str, float]) -> list[str]:
+    return [name, *(number(value, 1 if key == "mean" else 0) for key, value in values.items())]
