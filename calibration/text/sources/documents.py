@@ -1,0 +1,103 @@
+"""Rows of a JSON document, however it lays them out: a list, columns, an object with the list in it, or as pandas writes tables.
+
+Takes: text. Gives: rows. Does not know about: files, what rows mean.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from calibration.text.messages import is_conversation
+from calibration.text.names import CONVERSATION, plain_name
+from calibration.text.rows import Bad
+
+_HOLDERS = ("data", "rows", "records", "items", "examples", "documents", "results", "train", "instances", "entries")
+
+
+def rows_of(text: str) -> Iterator[Any]:
+    """Rows of one document, or of several one after the other. What cannot be read is one Bad row, the rest is kept."""
+    decoder, at = json.JSONDecoder(), 0
+    text = text.lstrip("\ufeff")
+    while True:
+        while at < len(text) and text[at] in " \t\r\n,\x1e":
+            at += 1
+        if at == len(text):
+            return
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            yield Bad("not JSON")
+            at = _next_line(text, at)
+            continue
+        yield from of_value(value)
+
+
+def of_value(value: Any) -> Iterator[Any]:
+    """The rows that one JSON value stands for."""
+    if isinstance(value, list):
+        if is_conversation(value) and all(isinstance(m, Mapping) and ("role" in m or "from" in m) for m in value):
+            yield value
+            return
+        for row in value:
+            yield row if isinstance(row, dict | list | str) else Bad("not a JSON object")
+    elif isinstance(value, Mapping):
+        yield from _of_object(value)
+    else:
+        yield value if isinstance(value, str) else Bad("not a JSON object")
+
+
+def _of_object(value: Mapping[str, Any]) -> Iterator[Any]:
+    columns, cells = value.get("columns"), value.get("data")
+    if isinstance(columns, list) and isinstance(cells, list) and all(isinstance(r, list) for r in cells):  # pandas' split
+        yield from (dict(zip(map(str, columns), row, strict=False)) for row in cells)
+    elif _is_row(value):
+        yield value
+    elif (held := _held(value)) is not None:
+        yield from of_value(held)
+    elif value and all(isinstance(v, list) for v in value.values()):  # by columns, or several lists of rows
+        if all(isinstance(r, Mapping) for v in value.values() for r in v) and len({len(v) for v in value.values()}) > 1:
+            yield from (row for v in value.values() for row in v)
+        else:
+            longest = max(len(v) for v in value.values())
+            yield from ({k: v[i] for k, v in value.items() if i < len(v)} for i in range(longest))
+    elif value and all(isinstance(v, Mapping) for v in value.values()):
+        keys = [list(v) for v in value.values()]
+        if all(k == keys[0] for k in keys) and all(str(k).isdigit() for k in keys[0]):  # pandas' columns: {name: {row: cell}}
+            yield from ({name: v[k] for name, v in value.items()} for k in keys[0])
+        else:  # {row: {name: cell}}
+            yield from value.values()
+    else:
+        yield value
+
+
+def _is_row(value: Mapping[str, Any]) -> bool:
+    """One conversation rather than a table: its messages under one of the names for them."""
+    for key, cell in value.items():
+        if plain_name(key) in CONVERSATION and isinstance(cell, list) and is_conversation(cell):
+            return all(isinstance(m, Mapping) for m in cell) and not any(
+                isinstance(v, list) for m in cell for v in m.values() if _long(v)
+            )
+    return False
+
+
+def _long(cell: Any) -> bool:
+    """A list of messages within a message: then the outer list was one of conversations."""
+    return isinstance(cell, list) and len(cell) > 1 and all(isinstance(m, Mapping) and ("role" in m or "from" in m) for m in cell)
+
+
+def _held(value: Mapping[str, Any]) -> list[Any] | None:
+    """The list of rows in an object: under a name for such, or the only list of objects."""
+    lists = {k: v for k, v in value.items() if isinstance(v, list) and v}
+    for name in _HOLDERS:
+        for key, rows in lists.items():
+            if plain_name(key) == name and all(isinstance(r, Mapping) for r in rows):
+                return rows
+    objects = [v for v in lists.values() if all(isinstance(r, Mapping) for r in v)]
+    if len(objects) == 1 and (len(lists) < len(value) or len(value) == 1):
+        return objects[0]
+    return None
+
+
+def _next_line(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end + 1
