@@ -30,7 +30,7 @@ class ScaleFile:
 
     tensors: {"layers.{index}.k_scale": [H] or [H, Dk], "layers.{index}.v_scale": [H] or [H, Dv], "…k_zero", "…v_zero"}.
     metadata, JSON values: format_version, model (name), model_fingerprint, quantizer (name), quantizer_fields, method,
-        data_fingerprint, documents, tokens, versions {library: version}, date.
+        data_fingerprint, documents, tokens, versions {library: version}, date, warnings (of whoever made it).
     warnings: what a record must say, filled by validate().
     """
 
@@ -111,11 +111,9 @@ class ScaleFile:
                 D = layer.Dk if kind.startswith("k") else layer.Dv
                 self.tensor(layer, kind, (layer.H,), (layer.H, D))
         scales = [t for name, t in self.tensors.items() if name.endswith("_scale")]
-        self.warnings = (
-            ["every static scale is exactly 1.0: the scale file looks uncalibrated"]
-            if all(bool((t == 1).all()) for t in scales)
-            else []
-        )
+        self.warnings = [str(warning) for warning in self.metadata.get("warnings") or []]
+        if all(bool((t == 1).all()) for t in scales):
+            self.warnings.append("every static scale is exactly 1.0: the scale file looks uncalibrated")
 
     def tensor(self, layer: LayerShape, kind: str, *shapes: tuple[int, ...]) -> torch.Tensor:
         """The float32 tensor "layers.{index}.{kind}", checked: present, one of `shapes`, finite, positive if a scale.

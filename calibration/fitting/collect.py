@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from calibration.fitting import histogram
+from calibration.text.enough import shortage
 from qkv.errors import ConfigError, ScaleError
 from qkv.layout import LayerShape
 from qkv.policies.quantizer.base import Quantizer
@@ -141,16 +142,24 @@ def data_fingerprint(documents: Sequence[Sequence[int]]) -> str:
 
 
 def provenance(engine: "Engine", documents: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The part of a file's metadata that says which model and which data it came from."""
+    """The part of a file's metadata that says which model and which data it came from. warnings: of too little text."""
+    tokens = sum(map(len, documents))
     return {
         "model": engine.loaded.name,
         "model_fingerprint": engine.loaded.fingerprint,
         "data_fingerprint": data_fingerprint(documents),
         "documents": len(documents),
-        "tokens": sum(map(len, documents)),
+        "tokens": tokens,
+        "warnings": text_warnings(tokens),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def text_warnings(tokens: int) -> list[str]:
+    """What a scale file from so many tokens must say."""
+    short = shortage(tokens)
+    return [] if short is None else [short]
 
 
 def quantizer_metadata(quantizer: Quantizer, method: str) -> dict[str, Any]:

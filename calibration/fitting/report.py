@@ -14,7 +14,9 @@ from typing import Any
 
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;margin:.5rem 0}td,th{padding:.15rem .7rem;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child{text-align:left}img{max-width:100%}code{background:#f3f3f3;padding:0 .2rem}small{color:#666}"""
+td:first-child,th:first-child{text-align:left}pre{white-space:pre-wrap;background:#f3f3f3;padding:.4rem}
+.warning{background:#fde8e8;border-left:.3rem solid #c00;padding:.4rem .8rem;font-weight:bold}
+img{max-width:100%}code{background:#f3f3f3;padding:0 .2rem}small{color:#666}"""
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> list[Path]:
@@ -60,13 +62,17 @@ def _page(report: Mapping[str, Any], charts: Sequence[Path]) -> str:
         )
     rows = "".join(f"<tr><td>{html.escape(k)}</td><td style='text-align:left'>{html.escape(v)}</td></tr>" for k, v in facts)
     advice = "".join(f"<li>{html.escape(line)}</li>" for line in report["suggestions"]["lines"]) or "<li>nothing stands out</li>"
+    following = "".join(f"<li>{html.escape(line)}</li>" for line in report["next_data"])
+    warnings = "".join(f"<p class='warning'>Warning: {html.escape(line)}</p>" for line in report["warnings"])
+    read = "".join(f"<li><pre>{html.escape(text)}</pre></li>" for text in report["first_rows"])
     images = "".join(
         f"<p><img alt='{c.stem}' src='data:image/png;base64,{base64.b64encode(c.read_bytes()).decode()}'></p>" for c in charts
     )
     title = f"Calibration of {html.escape(report['model'])}"
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>"
-        f"<table>{rows}</table><h2>What stands out</h2><ul>{advice}</ul><h2>Charts</h2>{images}"
+        f"{warnings}<table>{rows}</table><h2>The first rows, as they were read</h2><ol>{read}</ol>"
+        f"<h2>What stands out</h2><ul>{advice}</ul><h2>Which data to use next</h2><ul>{following}</ul><h2>Charts</h2>{images}"
         f"<h2>Layers</h2>{_table(report['layers'])}<p><small>All numbers: report.json beside this file.</small></p></html>\n"
     )
 

@@ -67,7 +67,14 @@ def opening(tokenizer: Any) -> list[int]:
 
 
 def windows(
-    source: DataSource, tokenizer: Any, count: int, length: int, seed: int = 0, skip: int = 0, cycle: bool = False
+    source: DataSource,
+    tokenizer: Any,
+    count: int,
+    length: int,
+    seed: int = 0,
+    skip: int = 0,
+    cycle: bool = False,
+    report: Report | None = None,
 ) -> list[list[int]]:
     """`count` token lists of exactly `length` ids, after skipping the first `skip` of them: windows never overlap.
 
@@ -75,7 +82,7 @@ def windows(
     tokenizer starts every text with a special token (bos), so does each window. Too little text raises ConfigError, or
     with `cycle` is repeated.
     """
-    documents = source.documents(tokenizer)
+    documents = source.documents(tokenizer, report)
     random.Random(seed).shuffle(documents)
     first = opening(tokenizer)
     body = length - len(first)

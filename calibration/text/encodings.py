@@ -1,4 +1,4 @@
-"""Which encoding a file is in, told from its bytes or refused; charset-normalizer judges candidates, rules on letters decide ties.
+"""Which encoding a file is in, told from its bytes or refused. charset-normalizer judges candidates, letters decide between them.
 
 Takes: bytes. Gives: a name that Python knows, or None where two readings are about as good. Does not know about: files, rows.
 """
@@ -8,6 +8,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import BinaryIO
 
 from charset_normalizer import from_bytes
@@ -45,11 +46,12 @@ _APART = 0.08  # how much better than the next different reading it must be
 _FREQUENCY = 0.3  # weight of the letters' frequency
 _WESTERN = 0.09  # in favour of Windows-1252, where other Latin encodings read as well: by far the most common
 _UTF8_SHARE = 0.5  # of the lines that are not ASCII: from here on the others are mistakes in a UTF-8 file
+_MARKS = "–—‘’‚“”„•…‰‹›€™«»§°·£©®±²³½¼¾¿¡´\xa0№、。，！？：；（）「」『』《》【】〈〉～・ー％－"  # signs that texts have
 # What each language writes beside a to z: text in the right encoding has the letters of one language, in a wrong one of none.
 _LETTERS = (
-    "àâæçéèêëîïôœùûüÿ", "äöüß", "áéíóúüñªº", "áâãàçéêíóôõúü", "àèéìíîòóùú", "åäöéü", "æøåéäö", "éëïóöüáíúè", "áðéíóúýþæö", "ąćęłńóśźż",
-    "áčďéěíňóřšťúůýž", "áäčďéíĺľňóôŕšťúýž", "áéíóöőúüű", "ăâîșțşţ", "čćđšž", "çğıİöşüâî", "äöõüšž", "āčēģīķļņšūž", "ąčęėįšųūž", "çëäö",
-    "ăâđêôơưàáãèéìíòóõùúýạảấầẩẫậắằẳẵặẹẻẽếềểễệỉịọỏốồổỗộớờởỡợụủứừửữựỳỵỷỹ",
+    "àâæçéèêëîïôœùûüÿ", "äöüß", "áéíóúüñªº", "áâãàçéêíóôõúü", "àèéìíîòóùú", "åäöéü", "æøåéäö", "éëïóöüáíúè", "áðéíóúýþæö",
+    "ąćęłńóśźż", "áčďéěíňóřšťúůýž", "áäčďéíĺľňóôŕšťúýž", "áéíóöőúüű", "ăâîșțşţ", "čćđšž", "çğıİöşüâî", "äöõüšž",
+    "āčēģīķļņšūž", "ąčęėįšųūž", "çëäö",
 )  # fmt: skip
 _FREQUENT = [
     set(letters if len(letters) > 60 or language == "Korean" else letters[:12]) for language, letters in FREQUENCIES.items()
@@ -126,7 +128,7 @@ def plausible(text: str) -> float:
     if not foreign:
         return 1.0
     letters = [c for c in foreign if c.isalpha() or unicodedata.category(c) in ("Mn", "Mc")]
-    marks = [c for c in foreign if c in "–—‘’‚“”„•…‰‹›€™«»§°·£©®±²³½¼¾¿¡´`\xa0№、。，！？：；（）「」『』《》【】〈〉～・ー％－"]
+    marks = [c for c in foreign if c in _MARKS]
     rest = len(foreign) - len(letters) - len(marks)
     if not letters:
         return len(marks) / len(foreign) * 0.9
@@ -165,9 +167,7 @@ def _odd(text: str, script: str) -> int:
             continue
         scripts = {_script(c) for c in word}
         foreign = [c for c in word if not c.isascii()]
-        odd += (
-            len(foreign) if len(scripts) > 1 else sum(a.islower() and b.isupper() for a, b in zip(word, word[1:], strict=False))
-        )
+        odd += len(foreign) if len(scripts) > 1 else sum(a.islower() and b.isupper() for a, b in pairwise(word))
         odd += sum(c == "ς" for c in word[:-1])
         odd += len(word) * (script in ("CYRILLIC", "GREEK") and len(word) > 3 and not _VOWELS & set(word.lower()))
         capitals, small = capitals + sum(c.isupper() for c in foreign), small + sum(c.islower() for c in foreign)
@@ -203,7 +203,7 @@ def _decodes(data: bytes, name: str) -> bool:
 
 
 def _pieces(start: bytes, file: BinaryIO) -> Iterator[bytes]:
-    """Lines, the first from what was read already; a long one in pieces, cut before a character that starts none in any encoding."""
+    """Lines, the first of them from what was read already; a long one in pieces of whole characters."""
     rest = start + file.readline(_SAMPLE)
     yield from _lines(rest)
     while line := file.readline(_SAMPLE):

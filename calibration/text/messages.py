@@ -4,13 +4,13 @@ Takes: lists of messages by any public convention, pairs, transcripts, replies o
 "tool_calls"?}. Does not know about: columns, templates, tokens.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from calibration.text.names import CONTENT_KEYS, NESTED, REASONING_KEYS, ROLE_KEYS, ROLES, SCORES, SYSTEM, plain_name
+from calibration.text.parts import Said, calls, is_calls, is_part
 from calibration.text.values import is_empty, parsed, without_nulls
 
 Message = dict[str, Any]
@@ -18,8 +18,6 @@ Dropped = Counter[str]
 
 _SPEAKER = r"(?:#+\s*)?(Human|User|Assistant|System|AI|Bot|Customer|Agent|FUNCTION RESPONSE|Instruction|Response|GPT)\s*:[ \t]*"
 _TURN = re.compile(rf"(?:^|\n)[ \t]*{_SPEAKER}|(?=###)###\s*(Human|Assistant)\s*:[ \t]*", re.IGNORECASE)
-_MARKER = re.compile(r"\n?<(?:image|video|audio)>\n?")
-_SEEN_NOT_READ = ("image", "video", "audio", "file", "document")  # kinds of part that are no text
 _ASKS = ("human", "user", "input", "question", "instruction", "prompt", "q")  # keys of the two turns of a pair
 _ANSWERS = ("assistant", "bot", "gpt", "output", "answer", "response", "a", "answers")
 
@@ -50,7 +48,8 @@ def is_conversation(value: Any) -> bool:
     if isinstance(value, str):
         return bool(transcript(value))
     if isinstance(value, Mapping):
-        return any(_key(value, (k,)) is not None for k in NESTED) or _columns(value) is not None
+        nested = any(_key(value, (k,)) is not None for k in NESTED)
+        return nested or _columns(value) is not None or _is_tree(value) or (bool(value) and all(map(_is_pair, value.values())))
     if not isinstance(value, Sequence) or isinstance(value, bytes) or not value:
         return False
     return all(isinstance(m, str) for m in value) or any(_is_message(m) or _is_pair(m) for m in value)
@@ -84,44 +83,14 @@ def best(answers: Sequence[Any]) -> Any:
     return answers[0]
 
 
-def calls(value: Any) -> list[Message]:
-    """Tool calls in the form templates take, arguments as a mapping; [] if `value` is none."""
-    value = parsed(value)
-    found = []
-    for call in value if isinstance(value, list) else [value]:
-        if not isinstance(call, Mapping):
-            continue
-        function = parsed(call.get("function", call))
-        if isinstance(function, str):
-            function = {"name": function, "arguments": call.get("arguments", {})}
-        if (
-            isinstance(function, Mapping)
-            and "name" not in function
-            and not any(k in function for k in ("arguments", "parameters"))
-        ):
-            function = {"name": "", "arguments": dict(call)}
-        if not isinstance(function, Mapping):
-            continue
-        arguments = next((function[k] for k in ("arguments", "parameters", "input", "args") if k in function), {})
-        found.append({"type": "function", "function": {"name": str(function.get("name", "")), "arguments": parsed(arguments)}})
-    return found
-
-
-def is_calls(value: Any) -> bool:
-    """Whether this is a tool call or a list of them, by its keys: a name and arguments."""
-    value = parsed(value)
-    some = value if isinstance(value, list) else [value]
-    return bool(some) and all(
-        isinstance(c, Mapping) and "name" in c and ("arguments" in c or "parameters" in c or "args" in c) for c in some
-    )
-
-
 def _of_mapping(value: Mapping[Any, Any], role: str, dropped: Dropped) -> list[Message]:
     if is_calls(value):
         return [{"role": "assistant", "content": "", "tool_calls": calls(value)}]
     columns = _columns(value)
     if columns is not None:
         return _of_list(columns, role, dropped)
+    if _is_tree(value):
+        return _of_list(_last_branch(value), role, dropped)
     if "replies" in value:
         following = value["replies"]
         rest = messages(best(following), role, dropped) if isinstance(following, list) and following else []
@@ -146,7 +115,7 @@ def _of_mapping(value: Mapping[Any, Any], role: str, dropped: Dropped) -> list[M
 def _of_list(items: list[Any], role: str, dropped: Dropped) -> list[Message]:
     if is_calls(items):
         return [{"role": "assistant", "content": "", "tool_calls": calls(items)}]
-    if any(isinstance(i, Mapping) and _is_part(i) for i in items):
+    if any(isinstance(i, Mapping) and is_part(i) for i in items):
         return _message({"role": role, "content": items}, role, dropped)
     out: list[Message] = []
     for item in items:
@@ -166,6 +135,8 @@ def _of_pair(value: Mapping[Any, Any], dropped: Dropped) -> list[Message]:
     out = []
     for names, role in ((SYSTEM, "system"), (_ASKS, "user"), (_ANSWERS, "assistant")):
         key = _key(value, names)
+        if key is None and role == "assistant":
+            key = next((k for k in value if plain_name(k) not in (*SYSTEM, *_ASKS)), None)
         if key is not None:
             said = parsed(value[key])
             alternatives = plain_name(key) == "answers" and isinstance(said, list) and said
@@ -174,87 +145,31 @@ def _of_pair(value: Mapping[Any, Any], dropped: Dropped) -> list[Message]:
 
 
 def _message(value: Mapping[Any, Any], role: str, dropped: Dropped) -> list[Message]:
-    """One message, and what its parts say apart from it: results of tools become messages of their own."""
-    who = _role(_speaker(value) or role)
-    key = _key(
-        value, CONTENT_KEYS if "type" in value and "content" not in value else tuple(k for k in CONTENT_KEYS if k != "type")
-    )
-    content = value.get(key) if key is not None else None
+    """One message; what its parts say apart from it, the results of tools, become messages before it."""
+    speaker = _speaker(value) or role
+    key = _key(value, CONTENT_KEYS)
+    content = value[key] if key is not None else None
     if isinstance(content, Mapping) and _key(content, ("content",)) is not None:  # LangChain: {"type": "human", "data": {...}}
         content = content[_key(content, ("content",))]
-    texts: list[str] = []
-    own, results = _parts(content, texts, dropped)
-    own = calls(value["tool_calls"]) + own if value.get("tool_calls") else own
-    own = calls(value["function_call"]) + own if value.get("function_call") else own
-    thought = [value[k] for k in REASONING_KEYS if isinstance(value.get(k), str) and value[k].strip()]
-    said = "\n".join([*thought, *texts])
-    if plain_name(_speaker(value) or "") == "functioncall" and is_calls(said):
-        own, said = calls(said), ""
-    message: Message = {"role": who, "content": said}
-    if own:
-        message["tool_calls"] = own
-    if who == "tool" and isinstance(value.get("name"), str):
+    said = Said(dropped)
+    for name in REASONING_KEYS:
+        said.add(value.get(name))
+    said.add(content)
+    for name in ("tool_calls", "function_call"):
+        said.calls += calls(value[name]) if value.get(name) else []
+    text = "\n".join(said.texts)
+    if plain_name(speaker) == "functioncall" and is_calls(text):
+        said.calls, text = calls(text), ""
+    before = [turn("tool", result) for result in said.results]
+    if not text.strip() and not said.calls:
+        dropped["empty turns"] += not before
+        return before
+    message: Message = turn(_role(speaker), text)
+    if said.calls:
+        message["tool_calls"] = said.calls
+    if message["role"] == "tool" and isinstance(value.get("name"), str):
         message["name"] = value["name"]
-    if not said.strip() and not own:
-        dropped["empty turns"] += not results
-        return results
-    return [*results, message]
-
-
-def _parts(content: Any, texts: list[str], dropped: Dropped) -> tuple[list[Message], list[Message]]:
-    """Adds the texts of a message's content to `texts`; returns the tool calls and the results of tools among its parts."""
-    content = parsed(content) if not isinstance(content, str) or _looks_like_parts(content) else content
-    own: list[Message] = []
-    results: list[Message] = []
-    for part in content if isinstance(content, list) else [content]:
-        if isinstance(part, str):
-            dropped["images"] += len(_MARKER.findall(part))
-            text = _MARKER.sub("\n", part).strip("\n") if _MARKER.search(part) else part
-            texts += [text] if text.strip() else []
-        elif isinstance(part, Mapping):
-            kind = str(part.get("type", ""))
-            if kind in ("tool_use", "tool_call", "tool-call", "function_call"):
-                own += calls(
-                    {"name": part.get("name") or part.get("toolName"), "arguments": part.get("input", part.get("arguments", {}))}
-                )
-            elif kind in ("tool_result", "tool-result"):
-                inner: list[str] = []
-                _parts(part.get("content", part.get("output", part.get("result"))), inner, dropped)
-                results += [turn("tool", "\n".join(inner))] if inner else []
-            elif any(word in kind for word in _SEEN_NOT_READ) and not isinstance(part.get("text"), str):
-                dropped["images" if "image" in kind else f"{kind} parts"] += 1
-            else:
-                key = _key(part, ("text", "content", "value", "thinking", "refusal", "parts"))
-                if key is not None:
-                    more, later = _parts(part[key], texts, dropped)
-                    own, results = own + more, results + later
-                elif part:
-                    looks = [k for k in part if any(word in str(k) for word in _SEEN_NOT_READ)]
-                    named = "images" if looks or "inline_data" in part else f"{kind or 'unknown'} parts"
-                    if not kind and not looks and "inline_data" not in part:
-                        texts.append(json.dumps(part, ensure_ascii=False))  # a tool's result, as the object it is
-                    else:
-                        dropped[named] += 1
-        elif isinstance(part, list):
-            _parts(part, texts, dropped)
-        elif part is not None:
-            texts.append(json.dumps(part, ensure_ascii=False))
-    return own, results
-
-
-def _looks_like_parts(text: str) -> bool:
-    return re.match(r"\s*\[\s*\{\s*['\"](?:type|text|index)['\"]\s*:", text) is not None
-
-
-def _is_part(value: Mapping[Any, Any]) -> bool:
-    return isinstance(value.get("type"), str) and value["type"] in (
-        "text",
-        "input_text",
-        "output_text",
-        "image_url",
-        "image",
-        "tool_use",
-    )
+    return [*before, message]
 
 
 def _columns(value: Mapping[Any, Any]) -> list[Any] | None:
@@ -267,13 +182,35 @@ def _columns(value: Mapping[Any, Any]) -> list[Any] | None:
     return [{"role": r, "content": c} for r, c in zip(value[role], value[content], strict=True)]
 
 
+def _is_tree(value: Mapping[Any, Any]) -> bool:
+    """ChatGPT's export: {id: {"message", "parent", "children"}}."""
+    return bool(value) and all(isinstance(v, Mapping) and "children" in v for v in value.values())
+
+
+def _last_branch(tree: Mapping[Any, Any]) -> list[Any]:
+    """The messages from the root to the newest leaf."""
+    node = next((k for k, v in tree.items() if not isinstance(v.get("parent"), str) or v["parent"] not in tree), None)
+    path = []
+    while node in tree and len(path) <= len(tree):
+        path.append(tree[node].get("message"))
+        node = (tree[node]["children"] or [None])[-1]
+    return [m for m in path if m]
+
+
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and _speaker(value) is not None and (_key(value, (*CONTENT_KEYS, "toolcalls")) is not None)
+    return (
+        isinstance(value, Mapping)
+        and _speaker(value) is not None
+        and (_key(value, (*CONTENT_KEYS, "toolcalls", "functioncall")) is not None)
+    )
 
 
 def _is_pair(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return _key(value, _ASKS) is not None and _key(value, _ANSWERS) is not None
+        asks = _key(value, _ASKS)
+        return asks is not None and (
+            _key(value, _ANSWERS) is not None or (len(value) == 2 and all(isinstance(v, str) for v in value.values()))
+        )
     two = isinstance(value, list | tuple) and len(value) == 2
     return two and all(v is None or isinstance(v, str) for v in value) and any(value)
 

@@ -25,7 +25,8 @@ CONVERSATION = (
     "thread",
     "chatlog",
 )
-CONVERSATION += ("conversationa", "utterances", "qas", "data", "items")
+CONVERSATION += ("conversationa", "utterances", "qas", "mapping", "data", "items", "contents")
+ONLY_MESSAGES = ("items", "contents")  # a list of texts under these names is no conversation
 SYSTEM = ("system", "systemprompt", "systemmessage", "systeminstruction", "customsystemprompt")
 TOOLS = ("tools", "functions", "tooldefinitions", "apis")
 HISTORY = ("history",)
@@ -43,10 +44,11 @@ PROMPT = (
     "request",
     "input",
 )
-PROMPT += ("message", "utterance", "q", "ctx")
+PROMPT += ("message", "utterance", "q", "ctx", "message1")
 PROMPT_ALONE = ("prompt", "instruction", "question", "query", "problem")  # these are a user's turn even without an answer
 QUESTIONS = ("question", "query", "problem", "q")  # what they are about comes before them, as in an exam
 ABOUT = ("input", "context", "passage", "background", "article", "document", "story", "evidence", "support", "knowledge")
+QUESTIONS_IN_A_ROW = ("questions",)  # about one text, with as many answers
 OPTIONS = ("choices", "options", "endings")
 ANSWER = ("chosen", "preferredoutput", "chosenresponse", "completion", "response", "answer", "answers", "output", "solution")
 ANSWER += (
@@ -70,6 +72,7 @@ ANSWER += (
     "response0",
     "responsea",
     "answera",
+    "message2",
     "a",
     "answerkey",
 )

@@ -1,4 +1,4 @@
-"""From dirty rows to clean texts, everything counted. What a row means is decided in shapes.py, conversations are rendered in chat.py.
+"""From dirty rows to clean texts, everything counted. shapes.py decides what a row means, chat.py renders conversations.
 
 Takes: rows as sources give them. Gives: texts, and a Report of what was read, skipped and guessed.
 Does not know about: files, tokens, models.
@@ -16,7 +16,7 @@ import xxhash
 from calibration.text.chat import Chat
 from calibration.text.messages import is_conversation
 from calibration.text.names import ABOUT, ANSWER, CONVERSATION, HISTORY, OPTIONS, PROMPT, SYSTEM, TEXT, TOOLS, plain_name
-from calibration.text.shapes import Read, chosen, shape
+from calibration.text.shapes import Read, all_text, chosen, shape
 from calibration.text.threads import are_posts, threads
 from calibration.text.values import is_empty, why_not_text
 from qkv.errors import ConfigError
@@ -83,7 +83,7 @@ class Report:
 
 
 class Reader:
-    """Turns rows into texts, one pass, streaming. columns: names of what holds the text; None: by the names that data sets use."""
+    """Turns rows into texts, one pass, streaming. columns: those that hold the text; None: by the names that data sets use."""
 
     def __init__(self, columns: str | list[str] | None, tokenizer: Any, report: Report) -> None:
         self.columns = [columns] if isinstance(columns, str) else columns
@@ -154,9 +154,9 @@ class Reader:
         else:
             row = {key: value for key, value in row.items() if key not in self._unfit}
             read = shape(row, self.report.dropped)
-            value = row.get(self._longest)
-            if read is None and isinstance(value, str) and value.strip():
-                read = Read((str(self._longest),), value, [])
+            said = all_text(row.get(self._longest))
+            if read is None and said.strip():
+                read = Read((str(self._longest),), said, [])
         if read is None:
             return self._why_nothing(row)
         self._unused |= dict.fromkeys(str(key) for key in row if str(key) not in read.columns)
@@ -193,7 +193,10 @@ class Reader:
         self._unfit = {c: str(reasons[c]) for c in strings if plain_name(c) not in _SPOKEN}
         self._no_text = len(self._unfit) == len(have)
         free = [c for c, why in reasons.items() if why is None]
-        self._longest = max(free, key=lambda c: sum(len(v) for v in cells[c] if isinstance(v, str)), default=None)
+        free = free or [
+            c for c in have if plain_name(c) not in _SPOKEN and why_not_text([all_text(v) for v in cells[c]]) is None
+        ]  # a text in each of several languages
+        self._longest = max(free, key=lambda c: sum(len(all_text(v)) for v in cells[c]), default=None)
         if self._longest is None and len(have) == 1 and reasons[have[0]] == "single words":
             self._longest = have[0]
 

@@ -1,8 +1,9 @@
 """What a row's author meant by its columns: a conversation, a prompt with its answer, or a text. By the names in names.py.
 
-Takes: one row, a mapping. Gives: Read, what it holds and the columns that it was read from. Does not know about: templates, other rows.
+Takes: one row, a mapping. Gives: Read: what it holds and where that was. Does not know about: templates, other rows.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -48,7 +49,13 @@ class _Row:
 def shape(row: Mapping[Any, Any], dropped: Counter[str]) -> Read | None:
     """What the row says; None if no column has a name that is known. dropped: counts what is left out, by kind."""
     cells = _Row(row, dropped)
-    return _conversation(cells) or _prompted(cells) or _text(cells) or _nested(row, dropped)
+    return _conversation(cells) or _interview(cells) or _prompted(cells) or _text(cells) or _nested(row, dropped)
+
+
+def speaks(row: Mapping[Any, Any]) -> bool:
+    """Whether the row itself, and not something within it, is a conversation or a prompt."""
+    cells = _Row(row, Counter())
+    return (_conversation(cells) or _interview(cells) or _prompted(cells)) is not None
 
 
 def chosen(row: Mapping[Any, Any], columns: Sequence[str], dropped: Counter[str]) -> Read | None:
@@ -83,16 +90,32 @@ def _at(row: Mapping[Any, Any], column: str) -> Any:
 def _conversation(cells: _Row) -> Read | None:
     for name in names.CONVERSATION:
         value = cells.peek(name) if cells.find((name,)) else None
-        if value is None or not is_conversation(value):
+        if value is None or not is_conversation(value) or (name in names.ONLY_MESSAGES and _joined_texts(value)):
             continue
         turns = messages(cells.take(name), "user", cells.dropped)
         if not turns:
             continue
         if turns[-1]["role"] != "assistant":
             turns += _answer(cells)
-        about = [turn("user", t) for n in names.ABOUT if n != "input" and cells.find((n,)) and (t := _all_text(cells.take(n)))]
+        about = [turn("user", t) for n in names.ABOUT if n != "input" and cells.find((n,)) and (t := all_text(cells.take(n)))]
         return cells.read(_with_system(cells, _merged(about + turns) if about else turns))
     return None
+
+
+def _interview(cells: _Row) -> Read | None:
+    """Questions about a text, and their answers, each in a list of its own."""
+    asks, answers = cells.find(names.QUESTIONS_IN_A_ROW), cells.find(names.ANSWER)
+    if asks is None or answers is None:
+        return None
+    asked, said = parsed(cells.peek(asks)), parsed(cells.peek(answers))
+    if isinstance(said, Mapping):  # CoQA: {"input_text": [...], "answer_start": [...]}
+        said = next((v for v in said.values() if isinstance(v, list) and v and isinstance(v[0], str)), None)
+    if not isinstance(asked, list) or not isinstance(said, list) or len(asked) != len(said):
+        return None
+    cells.take(asks), cells.take(answers)
+    turns = [m for pair in zip(asked, said, strict=True) for m in (turn("user", str(pair[0])), turn("assistant", str(pair[1])))]
+    about = [turn("user", t) for n in names.ABOUT if cells.find((n,)) and (t := all_text(cells.take(n)))]
+    return cells.read(_with_system(cells, _merged(about + turns)))
 
 
 def _prompted(cells: _Row) -> Read | None:
@@ -132,7 +155,7 @@ def _continues(prompt: str, answer: str, in_conversation: bool) -> bool:
 
 def _with_what_it_is_about(cells: _Row, asks: str, question: list[Message]) -> list[Message]:
     about = [cells.take(n) for n in names.ABOUT if n != asks and cells.find((n,))]
-    texts = [turn("user", text) for value in about if (text := _all_text(value))]
+    texts = [turn("user", text) for value in about if (text := all_text(value))]
     options = cells.find(names.OPTIONS)
     if options is not None:
         listed = _options(cells.take(options))
@@ -171,7 +194,7 @@ def _options(value: Any) -> dict[str, str]:
     if isinstance(value, Mapping):
         return {str(k): str(v) for k, v in value.items()}
     if isinstance(value, list):
-        return {chr(65 + i): _all_text(v) or str(v) for i, v in enumerate(value)}
+        return {chr(65 + i): all_text(v) or str(v) for i, v in enumerate(value)}
     return {}
 
 
@@ -220,7 +243,8 @@ def _with_system(cells: _Row, turns: list[Message]) -> list[Message]:
     name = cells.find(names.SYSTEM)
     if name is None or any(m["role"] == "system" for m in turns):
         return turns
-    return messages(cells.take(name), "system", cells.dropped) + turns
+    said = messages(cells.take(name), "system", cells.dropped)
+    return [m | {"content": re.sub(r"^SYSTEM:\s*", "", m["content"])} for m in said] + turns
 
 
 def _merged(turns: list[Message]) -> list[Message]:
@@ -242,12 +266,12 @@ def _joined_texts(value: Any) -> str | None:
     return None
 
 
-def _all_text(value: Any) -> str:
+def all_text(value: Any) -> str:
     """Every text in a cell, whatever its form, one paragraph each."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return "\n\n".join(t for v in value if (t := _all_text(v)))
+        return "\n\n".join(t for v in value if (t := all_text(v)))
     return ""

@@ -14,10 +14,12 @@ _NUMBER = r"[-+]?[\d.,]+(?:e[-+]?\d+)?\s?%?"
 _DATE = r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[T\s]\d{1,2}:\d{2}(?::\d{2})?(?:[.,]\d+)?\s?(?:Z|UTC|[AP]M|[-+]\d{2}:?\d{2})?)?"
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]{0,6}\.?"
 _CLOCK = r"\d{1,2}:\d{2}(?::\d{2})?"
-_WRITTEN_DATE = rf"(?:[a-z]{{3}},? )?(?:{_MONTH} \d{{1,2}},?|\d{{1,2}} {_MONTH})(?: \d{{4}})?(?: {_CLOCK})?(?: [-+]\d{{4}}| [a-z]{{3}})?(?: \d{{4}})?"
+_DAY = rf"(?:[a-z]{{3}},? )?(?:{_MONTH} \d{{1,2}},?|\d{{1,2}} {_MONTH})(?: \d{{4}})?"
+_WRITTEN_DATE = rf"{_DAY}(?: {_CLOCK})?(?: [-+]\d{{4}}| [a-z]{{3}})?(?: \d{{4}})?"
 _URL = r"(?:[a-z][a-z0-9+.-]*://|www\.|mailto:)\S+|[\w.+-]+@[\w-]+\.[\w.]+"
 _PATH = r"(?:[A-Za-z]:\\|/|\./|~/)\S+|\S+\.(?:jpe?g|png|gif|pdf|wav|mp[34]|html?|txt|json|csv)"
-_ID = r"(?=\S*\d)[A-Za-z0-9]{1,16}(?:[-_:.#/][A-Za-z0-9]+)+|(?=[A-Za-z]*\d)[A-Za-z0-9]{8,}|[0-9a-f]{16,}|(?:sha\d+|md5):\S+|[A-Za-z]{1,4}\d+"
+_ID = r"(?=\S*\d)[A-Za-z0-9]{1,16}(?:[-_:.#/][A-Za-z0-9]+)+|(?=[A-Za-z]*\d)[A-Za-z0-9]{8,}|[0-9a-f]{16,}"
+_ID += r"|(?:sha\d+|md5):\S+|[A-Za-z]{1,4}\d+"
 _REFERENCE = re.compile(rf"(?:{_NUMBER}|{_DATE}|{_WRITTEN_DATE}|{_CLOCK}|{_URL}|{_PATH}|{_ID})", re.IGNORECASE)
 _LABELS = 10  # rows for each different value, from which on a column is one of labels
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from calibration.text.messages import is_conversation
-from calibration.text.names import CONVERSATION, plain_name
+from calibration.text.names import CONVERSATION, ROLES, plain_name
 from calibration.text.rows import Bad
+from calibration.text.shapes import speaks
 
 _HOLDERS = ("data", "rows", "records", "items", "examples", "documents", "results", "train", "instances", "entries")
 
@@ -35,7 +35,7 @@ def rows_of(text: str) -> Iterator[Any]:
 def of_value(value: Any) -> Iterator[Any]:
     """The rows that one JSON value stands for."""
     if isinstance(value, list):
-        if is_conversation(value) and all(isinstance(m, Mapping) and ("role" in m or "from" in m) for m in value):
+        if value and all(_is_turn(m) for m in value):
             yield value
             return
         for row in value:
@@ -50,10 +50,10 @@ def _of_object(value: Mapping[str, Any]) -> Iterator[Any]:
     columns, cells = value.get("columns"), value.get("data")
     if isinstance(columns, list) and isinstance(cells, list) and all(isinstance(r, list) for r in cells):  # pandas' split
         yield from (dict(zip(map(str, columns), row, strict=False)) for row in cells)
-    elif _is_row(value):
-        yield value
     elif (held := _held(value)) is not None:
         yield from of_value(held)
+    elif _is_row(value):
+        yield value
     elif value and all(isinstance(v, list) for v in value.values()):  # by columns, or several lists of rows
         if all(isinstance(r, Mapping) for v in value.values() for r in v) and len({len(v) for v in value.values()}) > 1:
             yield from (row for v in value.values() for row in v)
@@ -71,30 +71,29 @@ def _of_object(value: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _is_row(value: Mapping[str, Any]) -> bool:
-    """One conversation rather than a table: its messages under one of the names for them."""
-    for key, cell in value.items():
-        if plain_name(key) in CONVERSATION and isinstance(cell, list) and is_conversation(cell):
-            return all(isinstance(m, Mapping) for m in cell) and not any(
-                isinstance(v, list) for m in cell for v in m.values() if _long(v)
-            )
-    return False
+    """One row rather than a table by columns: a conversation, or a prompt with its answer in cells that are not all lists."""
+    if all(isinstance(v, list | Mapping) for v in value.values()):
+        return any(
+            plain_name(k) in CONVERSATION and isinstance(v, list) and v and all(map(_is_turn, v)) for k, v in value.items()
+        )
+    return speaks(value)
 
 
-def _long(cell: Any) -> bool:
-    """A list of messages within a message: then the outer list was one of conversations."""
-    return isinstance(cell, list) and len(cell) > 1 and all(isinstance(m, Mapping) and ("role" in m or "from" in m) for m in cell)
+def _is_turn(value: Any) -> bool:
+    """A message, by its role."""
+    said = next((value[k] for k in ("role", "from") if isinstance(value.get(k), str)), "") if isinstance(value, Mapping) else ""
+    return plain_name(said) in ROLES
 
 
 def _held(value: Mapping[str, Any]) -> list[Any] | None:
-    """The list of rows in an object: under a name for such, or the only list of objects."""
-    lists = {k: v for k, v in value.items() if isinstance(v, list) and v}
+    """The list of rows in an object: under a name for such, or the only list of objects in one that is no row itself."""
+    lists = {plain_name(k): v for k, v in value.items() if isinstance(v, list) and v and all(isinstance(r, Mapping) for r in v)}
+    rows = {k: v for k, v in lists.items() if not all(map(_is_turn, v))}
     for name in _HOLDERS:
-        for key, rows in lists.items():
-            if plain_name(key) == name and all(isinstance(r, Mapping) for r in rows):
-                return rows
-    objects = [v for v in lists.values() if all(isinstance(r, Mapping) for r in v)]
-    if len(objects) == 1 and (len(lists) < len(value) or len(value) == 1):
-        return objects[0]
+        if name in rows:
+            return rows[name]
+    if len(rows) == 1 and not _is_row(value):
+        return next(iter(rows.values()))
     return None
 
 

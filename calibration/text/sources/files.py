@@ -1,4 +1,4 @@
-"""Your own files, folders of them or patterns, compressed or not. Text, JSON lines and CSV are read line by line here, because one
+"""Your own files, folders of them or patterns, compressed or not. Text, JSON lines and CSV are read line by line, because one
 broken line must not end the reading; JSON documents are read whole, tables a batch at a time."""
 
 import bz2
@@ -79,7 +79,7 @@ class _Files(DataSource):
 
 @dataclass
 class _Table(_Files):
-    """field: column (or columns, in order: prompt, answer) with the text or the chat messages; null: by the names data sets use."""
+    """field: column (or columns, in order: prompt, answer) with the text or the messages; null: by the names data sets use."""
 
     field: str | list[str] | None = None
 
@@ -146,7 +146,7 @@ class JsonLines(_Encoded, _Table):
         self.check_encoding()
 
     def of_file(self, path: Path) -> Iterator[Any]:
-        if _is_document(path):
+        if self.is_document(path):
             yield from _json_document(self, path)
             return
         for line in self.lines(path):
@@ -157,6 +157,10 @@ class JsonLines(_Encoded, _Table):
             else:
                 yield Bad("empty or null")
 
+    def is_document(self, path: Path) -> bool:
+        """Whether the file is one document after all."""
+        return _is_document(path)
+
 
 @DATA.register("json")
 @dataclass
@@ -165,6 +169,9 @@ class Json(JsonLines):
 
     kind = "JSON"
     suffixes = (".json", ".jsonl", ".ndjson")
+
+    def is_document(self, path: Path) -> bool:
+        return _is_document(path, or_one_object=True)
 
 
 @DATA.register("csv")
@@ -267,18 +274,20 @@ def opened(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _is_document(path: Path) -> bool:
-    """Whether a file of JSON is one document rather than lines: its first line is not a whole value, or a list that holds rows."""
+def _is_document(path: Path, or_one_object: bool = False) -> bool:
+    """Whether a file of JSON is one document rather than lines: its first line is no whole value, or a list and all there is."""
     with closing(opened(path)) as file:
-        line = file.readline(_BYTES).strip()
+        line = file.readline(_BYTES).removeprefix(b"\xef\xbb\xbf").strip()
         alone = not file.read(1)
-    if line[:1] not in (b"[", b"{", b"\xef", b"\xff", b"\xfe"):
-        return False
+    if line[:1] in (b"\xff", b"\xfe") or b"\0" in line:
+        return or_one_object  # UTF-16 or UTF-32
+    if line[:1] not in (b"[", b"{"):
+        return or_one_object
     try:
         first = json.loads(line)
     except (ValueError, RecursionError):
-        return line in (b"[", b"{") or line[:1] == b"[" or line[:1] in (b"\xff", b"\xfe")
-    return alone and (isinstance(first, dict) or (isinstance(first, list) and any(isinstance(r, dict | list) for r in first)))
+        return or_one_object or line in (b"[", b"{") or line.startswith(b"[")
+    return alone and (or_one_object or isinstance(first, list))
 
 
 def _json_document(source: _Encoded, path: Path) -> Iterator[Any]:
@@ -323,7 +332,7 @@ def _only_text(lines: Iterable[str | Bad | Repaired], remarks: list[Bad | Repair
 
 
 def _utf8_lines(file: BinaryIO, told: bool) -> Iterator[str | Bad | Repaired]:
-    """Lines of UTF-8. One that is not is read in the encoding told from it alone; told: False if that of the file could not be."""
+    """Lines of UTF-8. One that is not is read in the encoding told from it alone; told: whether that of the file could be."""
     while line := file.readline(_BYTES + 1):
         if len(line) > _BYTES:
             while line and not line.endswith(b"\n"):

@@ -34,7 +34,7 @@ class Hub(DataSource):
         require(self.limit >= 1, "limit", self.limit, "at least 1")
 
     def rows(self) -> Iterator[Any]:
-        """An error at the first row raises ConfigError; a later one ends the stream with a Bad row, for datasets cannot continue."""
+        """An error at the first row raises ConfigError; a later one ends the stream with a Bad row: datasets cannot continue."""
         if importlib.util.find_spec("datasets") is None:
             raise ConfigError("data: the package 'datasets' is not installed. Run: pip install datasets")
         self._must_answer()
@@ -59,7 +59,7 @@ class Hub(DataSource):
         return f"'{self.path}' ({shown})"
 
     def _must_answer(self) -> None:
-        """One request with a short time limit, before datasets tries for half a minute. Raises ConfigError: no network, no such name."""
+        """One request with a short time limit: datasets tries for half a minute. Raises ConfigError: no network, no such name."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
