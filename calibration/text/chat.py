@@ -50,6 +50,7 @@ class Chat:
         for attempt in (said, _alternating(written_out(messages, tools))):
             rendered = self._render(attempt, beside if attempt is said else [])
             if rendered is not None:
+                self._repaired["conversations with turns merged for the chat template"] += attempt is not said
                 self._dropped["turns that the chat template leaves out"] += sum(
                     m["content"].strip() not in rendered for m in attempt
                 )

@@ -108,7 +108,7 @@ def calls(value: Any) -> list[dict[str, Any]]:
 
 
 def is_calls(value: Any) -> bool:
-    """Whether this is a tool call or a list of them, by its keys: a name and arguments, and no description, as a definition has."""
+    """Whether this is a tool call or a list of them, by its keys: a name, arguments, and no description, as definitions have."""
     value = parsed(value)
     some = value if isinstance(value, list) else [value]
     return bool(some) and all(

@@ -11,7 +11,8 @@ from calibration.text.names import CONVERSATION, ROLES, plain_name
 from calibration.text.rows import Bad
 from calibration.text.shapes import speaks
 
-_HOLDERS = ("data", "rows", "records", "items", "examples", "documents", "results", "train", "instances", "entries")
+_HOLDERS = ("data", "rows", "records", "items", "examples", "documents", "results", "instances", "entries")
+_SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "heldout")
 
 
 def rows_of(text: str) -> Iterator[Any]:
@@ -55,7 +56,7 @@ def _of_object(value: Mapping[str, Any]) -> Iterator[Any]:
     elif _is_row(value):
         yield value
     elif value and all(isinstance(v, list) for v in value.values()):  # by columns, or several lists of rows
-        if all(isinstance(r, Mapping) for v in value.values() for r in v) and len({len(v) for v in value.values()}) > 1:
+        if all(plain_name(k) in _SPLITS for k in value) and all(isinstance(r, Mapping) for v in value.values() for r in v):
             yield from (row for v in value.values() for row in v)
         else:
             longest = max(len(v) for v in value.values())

@@ -10,7 +10,7 @@ import lzma
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
@@ -100,7 +100,8 @@ class _Encoded:
         """Lines as text; a line beyond the limit is Bad and never held whole. The first item may be a remark on the file."""
         found = self.encoding
         if found is None:
-            with closing(opened(path)) as file:
+            found = "utf-8"
+            with suppress(*_UNREADABLE), closing(opened(path)) as file:  # a damaged file is noticed when it is read
                 found = encodings.of_file(file)
             if found not in (None, "utf-8", "utf-8-sig"):
                 yield Repaired(f"read as {encodings.title(str(found))}, not being UTF-8")
