@@ -190,7 +190,7 @@ def _is_tree(value: Mapping[Any, Any]) -> bool:
 def _last_branch(tree: Mapping[Any, Any]) -> list[Any]:
     """The messages from the root to the newest leaf."""
     node = next((k for k, v in tree.items() if not isinstance(v.get("parent"), str) or v["parent"] not in tree), None)
-    path = []
+    path: list[Any] = []
     while node in tree and len(path) <= len(tree):
         path.append(tree[node].get("message"))
         node = (tree[node]["children"] or [None])[-1]

@@ -12,147 +12,57 @@ def plain_name(name: Any) -> str:
     return re.sub(r"[\W_]+", "", str(name)).lower()
 
 
+def _names(several: str) -> tuple[str, ...]:
+    return tuple(several.split())
+
+
 # Columns that hold whole conversations, the surest first. `data` and `items` are so called only if what is in them fits.
 CONVERSATION = (
-    "messages",
-    "conversations",
-    "conversation",
-    "dialogue",
-    "dialog",
-    "dialogues",
-    "turns",
-    "chat",
-    "thread",
-    "chatlog",
+    *_names("messages conversations conversation dialogue dialog dialogues turns chat thread chatlog conversationa"),
+    *_names("utterances qas mapping data items contents"),
 )
-CONVERSATION += ("conversationa", "utterances", "qas", "mapping", "data", "items", "contents")
 ONLY_MESSAGES = ("items", "contents")  # a list of texts under these names is no conversation
-SYSTEM = ("system", "systemprompt", "systemmessage", "systeminstruction", "customsystemprompt")
-TOOLS = ("tools", "functions", "tooldefinitions", "apis")
+SYSTEM = _names("system systemprompt systemmessage systeminstruction customsystemprompt")
+TOOLS = _names("tools functions tooldefinitions apis")
 HISTORY = ("history",)
 # What the user says, what it is about, and what is answered.
+PROMPT_ALONE = _names("prompt instruction question query problem")  # a user's turn even without an answer
 PROMPT = (
-    "prompt",
-    "instruction",
-    "question",
-    "query",
-    "problem",
-    "user",
-    "human",
-    "usermessage",
-    "userprompt",
-    "request",
-    "input",
+    *PROMPT_ALONE,
+    *_names("user human usermessage userprompt request input message utterance q ctx message1"),
 )
-PROMPT += ("message", "utterance", "q", "ctx", "message1")
-PROMPT_ALONE = ("prompt", "instruction", "question", "query", "problem")  # these are a user's turn even without an answer
-QUESTIONS = ("question", "query", "problem", "q")  # what they are about comes before them, as in an exam
-ABOUT = ("input", "context", "passage", "background", "article", "document", "story", "evidence", "support", "knowledge")
+QUESTIONS = _names("question query problem q")  # what these are about comes before them, as in an exam
 QUESTIONS_IN_A_ROW = ("questions",)  # about one text, with as many answers
-OPTIONS = ("choices", "options", "endings")
-ANSWER = ("chosen", "preferredoutput", "chosenresponse", "completion", "response", "answer", "answers", "output", "solution")
-ANSWER += (
-    "target",
-    "reply",
-    "assistant",
-    "bot",
-    "gpt",
-    "correctanswer",
-    "bestanswer",
-    "finalanswer",
-    "modelresponse",
-    "modeloutput",
+ABOUT = _names("input context passage background article document story evidence support knowledge")
+OPTIONS = _names("choices options endings")
+ANSWER = (
+    *_names("chosen preferredoutput chosenresponse completion response answer answers output solution target reply"),
+    *_names("assistant bot gpt correctanswer bestanswer finalanswer modelresponse modeloutput generation completions"),
+    *_names("responses outputs generations response0 responsea answera message2 a answerkey"),
 )
-ANSWER += (
-    "generation",
-    "completions",
-    "responses",
-    "outputs",
-    "generations",
-    "response0",
-    "responsea",
-    "answera",
-    "message2",
-    "a",
-    "answerkey",
-)
-REJECTED = ("rejected", "nonpreferredoutput", "rejectedresponse", "response1", "responseb", "answerb", "conversationb")
+PREFERRED = _names("chosen preferredoutput chosenresponse")
+SEVERAL = _names("answers completions responses generations outputs")  # of these the best is taken
+REJECTED = _names("rejected nonpreferredoutput rejectedresponse response1 responseb answerb conversationb")
 # Columns that hold one text.
 TEXT = (
-    "text",
-    "content",
-    "document",
-    "body",
-    "article",
-    "pagecontent",
-    "message",
-    "description",
-    "fulltext",
-    "rawcontent",
-    "contents",
+    *_names("text content document body article pagecontent message description fulltext rawcontent contents paragraph"),
+    *_names("passage context story transcript comment review markdown code abstract sentence plaintext doc txt note notes"),
+    *_names("summary dialogue conversation sentences paragraphs chosen input"),
 )
-TEXT += (
-    "paragraph",
-    "passage",
-    "context",
-    "story",
-    "transcript",
-    "comment",
-    "review",
-    "markdown",
-    "code",
-    "abstract",
-    "sentence",
-)
-TEXT += (
-    "plaintext",
-    "doc",
-    "txt",
-    "note",
-    "notes",
-    "summary",
-    "dialogue",
-    "conversation",
-    "sentences",
-    "paragraphs",
-    "chosen",
-    "input",
-)
-IMAGES = ("image", "images", "video", "videos", "audio", "audios", "imagepath", "imagefile")
 
 # Of one message: who speaks, and what is said.
-ROLE_KEYS = ("role", "from", "speaker", "author", "sender", "type")
-CONTENT_KEYS = ("content", "value", "text", "message", "utterance", "parts", "body", "data")
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-NESTED = (
-    "messages",
-    "conversations",
-    "conversation",
-    "turns",
-    "choices",
-    "message",
-    "body",
-    "request",
-    "response",
-    "contents",
-    "output",
-)
-SCORES = (
-    "overall_score",
-    "score",
-    "pm_score",
-    "rating",
-    "reward",
-    "selected",
-    "upvotes",
-)  # of several answers, the best has the most
+ROLE_KEYS = _names("role from speaker author sender type")
+CONTENT_KEYS = _names("content value text message utterance parts body data")
+REASONING_KEYS = _names("reasoning_content reasoning thinking")
+# Where a logged request or response keeps its messages.
+NESTED = _names("messages conversations conversation turns choices message body request response contents output")
+SCORES = _names("overall_score score pm_score rating reward selected upvotes")  # of several answers, the best has the most
 
-ROLES = dict.fromkeys(
-    ("user", "human", "prompter", "customer", "client", "caller", "question", "instruction", "q", "patient"), "user"
-)
-ROLES |= dict.fromkeys(
-    ("assistant", "gpt", "bot", "model", "ai", "chatgpt", "chatbot", "bing", "bard", "claude", "agent"), "assistant"
-)
-ROLES |= dict.fromkeys(("answer", "response", "a", "operator", "support", "doctor", "functioncall"), "assistant")
-ROLES |= dict.fromkeys(("system", "developer"), "system")
-ROLES |= dict.fromkeys(("tool", "function", "observation", "toolresponse", "functionresponse", "ipython", "toolresult"), "tool")
+_SPEAKERS = {
+    "user": "user human prompter customer client caller question instruction q patient",
+    "assistant": "assistant gpt bot model ai chatgpt chatbot bing bard claude agent answer response a operator support doctor "
+    "functioncall",
+    "system": "system developer",
+    "tool": "tool function observation toolresponse functionresponse ipython toolresult",
+}
+ROLES = {name: role for role, names in _SPEAKERS.items() for name in names.split()}

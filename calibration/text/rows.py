@@ -99,7 +99,7 @@ class Reader:
         source = iter(rows)
         head = list(islice(source, _GUESS_ROWS))
         self._choose([r for r in head if isinstance(r, Mapping)])
-        everything = chain(head, source)
+        everything: Iterator[Any] = chain(head, source)
         if self.columns is None and are_posts(head):
             everything = threads(everything, self.report.dropped)
         kept = 0

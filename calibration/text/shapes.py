@@ -32,11 +32,11 @@ class _Row:
     def find(self, wanted: Sequence[str]) -> str | None:
         return next((name for name in wanted if name in self._cells), None)
 
-    def peek(self, name: str) -> Any:
-        return self._cells[name][1]
+    def peek(self, name: str | None) -> Any:
+        return self._cells[name][1] if name in self._cells else None
 
     def take(self, name: str | None) -> Any:
-        if name is None:
+        if name not in self._cells:
             return None
         self.used.append(self._cells[name][0])
         return self._cells[name][1]
@@ -67,9 +67,10 @@ def chosen(row: Mapping[Any, Any], columns: Sequence[str], dropped: Counter[str]
         return None
     if len(columns) == 1:
         value = present[0][1]
-        if is_conversation(value) or not isinstance(value, str):
-            return Read(used, _joined_texts(value) or messages(value, "user", dropped), [])
-        return Read(used, value, [])
+        if isinstance(value, str) and not is_conversation(value):
+            return Read(used, value, [])
+        paragraphs = None if plain_name(columns[0]) in names.CONVERSATION else _joined_texts(value)
+        return Read(used, paragraphs or messages(value, "user", dropped), [])
     *asked, (last, answer) = present
     turns = [m for c, v in asked if plain_name(c) in names.SYSTEM for m in messages(v, "system", dropped)]
     turns += _merged([m for c, v in asked if plain_name(c) not in names.SYSTEM for m in messages(v, "user", dropped)])
@@ -89,7 +90,7 @@ def _at(row: Mapping[Any, Any], column: str) -> Any:
 
 def _conversation(cells: _Row) -> Read | None:
     for name in names.CONVERSATION:
-        value = cells.peek(name) if cells.find((name,)) else None
+        value = cells.peek(name)
         if value is None or not is_conversation(value) or (name in names.ONLY_MESSAGES and _joined_texts(value)):
             continue
         turns = messages(cells.take(name), "user", cells.dropped)
@@ -97,7 +98,7 @@ def _conversation(cells: _Row) -> Read | None:
             continue
         if turns[-1]["role"] != "assistant":
             turns += _answer(cells)
-        about = [turn("user", t) for n in names.ABOUT if n != "input" and cells.find((n,)) and (t := all_text(cells.take(n)))]
+        about = [turn("user", t) for n in names.ABOUT if n != "input" and (t := all_text(cells.take(n)))]
         return cells.read(_with_system(cells, _merged(about + turns) if about else turns))
     return None
 
@@ -114,7 +115,7 @@ def _interview(cells: _Row) -> Read | None:
         return None
     cells.take(asks), cells.take(answers)
     turns = [m for pair in zip(asked, said, strict=True) for m in (turn("user", str(pair[0])), turn("assistant", str(pair[1])))]
-    about = [turn("user", t) for n in names.ABOUT if cells.find((n,)) and (t := all_text(cells.take(n)))]
+    about = [turn("user", t) for n in names.ABOUT if (t := all_text(cells.take(n)))]
     return cells.read(_with_system(cells, _merged(about + turns)))
 
 
@@ -124,12 +125,12 @@ def _prompted(cells: _Row) -> Read | None:
     if asks is None and cells.find(names.HISTORY):
         asks = "history"
     if asks is None or (answered is None and asks not in names.PROMPT_ALONE):
-        if answered in ("chosen", "preferredoutput", "chosenresponse") and is_conversation(cells.peek(answered)):
+        if answered in names.PREFERRED and is_conversation(cells.peek(answered)):
             return cells.read(_with_system(cells, _answer(cells)))
         return None
     if answered is None and cells.find(names.TEXT) and not cells.find((*names.ABOUT, *names.OPTIONS)):
         return None  # a text that carries a prompt's column along
-    earlier = messages(cells.take("history"), "user", cells.dropped) if asks != "history" and cells.find(names.HISTORY) else []
+    earlier = messages(cells.take("history"), "user", cells.dropped) if asks != "history" else []
     raw = parsed(cells.take(asks))
     question = messages(raw, "user", cells.dropped)
     if all(m["role"] == "user" for m in question):
@@ -154,8 +155,7 @@ def _continues(prompt: str, answer: str, in_conversation: bool) -> bool:
 
 
 def _with_what_it_is_about(cells: _Row, asks: str, question: list[Message]) -> list[Message]:
-    about = [cells.take(n) for n in names.ABOUT if n != asks and cells.find((n,))]
-    texts = [turn("user", text) for value in about if (text := all_text(value))]
+    texts = [turn("user", text) for n in names.ABOUT if n != asks and (text := all_text(cells.take(n)))]
     options = cells.find(names.OPTIONS)
     if options is not None:
         listed = _options(cells.take(options))
@@ -175,7 +175,7 @@ def _answer(cells: _Row) -> list[Message]:
     value = parsed(cells.take(name))
     if isinstance(value, list) and value and is_calls(value):
         return [{"role": "assistant", "content": "", "tool_calls": calls(value)}]
-    if isinstance(value, list) and name in ("answers", "completions", "responses", "generations", "outputs"):
+    if isinstance(value, list) and name in names.SEVERAL:
         cells.dropped["further answers"] += len(value) - 1
         value = best(value)
     options = cells.find(names.OPTIONS)
@@ -207,36 +207,29 @@ def _option(options: dict[str, str], value: int | str) -> Any:
 
 
 def _text(cells: _Row) -> Read | None:
-    for name in names.TEXT:
-        if cells.find((name,)):
-            value = cells.peek(name)
-            text = value if isinstance(value, str) else _joined_texts(value)
-            if text and not is_reference(text):
-                cells.take(name)
-                turns = transcript(text) if "###" in text else []
-                return cells.read(turns or text)
-    name = cells.find([n for n in names.ANSWER if n in cells._cells and isinstance(cells.peek(n), str)])
-    if name is not None and not is_reference(cells.peek(name)):
-        return cells.read(cells.take(name))
+    for name in (*names.TEXT, *names.ANSWER):
+        value = cells.peek(name)
+        text = value if isinstance(value, str) else _joined_texts(value)
+        if text and not is_reference(text):
+            cells.take(name)
+            return cells.read((transcript(text) if "###" in text else []) or text)
     return None
 
 
 def _nested(row: Mapping[Any, Any], dropped: Counter[str]) -> Read | None:
     """Columns within a column, like the body of a logged request, or lists of rows within a row."""
-    turns: list[Message] = []
-    used: list[str] = []
+    found: list[tuple[str, Read]] = []
     for key, value in row.items():
         value = parsed(value)
-        inner = value if isinstance(value, list) else [value]
-        found = [r for v in inner if isinstance(v, Mapping) and (r := shape(v, dropped)) is not None]
-        for read in found:
-            turns += read.content if isinstance(read.content, list) else [turn("", read.content)]
-        used += [str(key)] if found else []
-    if not turns:
+        inner = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, Mapping)]
+        found += [(str(key), read) for v in inner if (read := shape(v, dropped)) is not None]
+    if not found:
         return None
-    if any(not t["role"] for t in turns):
-        return Read(tuple(used), "\n\n".join(t["content"] for t in turns if t["content"]), [])
-    return Read(tuple(used), turns, [])
+    used, contents = tuple(dict.fromkeys(key for key, _ in found)), [read.content for _, read in found]
+    if any(isinstance(content, str) for content in contents):
+        texts = [content if isinstance(content, str) else "\n\n".join(m["content"] for m in content) for content in contents]
+        return Read(used, "\n\n".join(texts), [])
+    return Read(used, [m for content in contents if not isinstance(content, str) for m in content], [])
 
 
 def _with_system(cells: _Row, turns: list[Message]) -> list[Message]:

@@ -2,17 +2,27 @@
 
 import bz2
 import gzip
+import html
 import json
 import lzma
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from calibration import run
+from calibration.fitting.advice import next_data
+from calibration.fitting.statistics import Statistics
 from calibration.text import encodings
 from calibration.text.data import DATA
+from calibration.text.enough import ENOUGH
 from calibration.text.rows import Report
+from calibration.text.sample import Sample
+from qkv.engine import Engine
 from qkv.errors import ConfigError
+from qkv.models import load_model
+from qkv.scales import ScaleFile
 
 U, A = "What is the rate on my loan?", "It is four percent a year."
 USER, ASSISTANT, NO = ({"role": r, "content": c} for r, c in (("user", U), ("assistant", A), ("assistant", "no")))
@@ -347,3 +357,91 @@ def test_a_report_keeps_the_first_three_rows_as_they_were_read(tmp_path: Path) -
     assert len(report.examples) == 3
     assert report.shown(40)[0] == f"user: 0? | assistant [...] {'0!' * 10}"
     assert "0!" not in json.dumps(report.as_dict()), "a record may leave the machine, the text stays"
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request decides, with a time limit: the library datasets would try for half a minute."""
+    import huggingface_hub
+
+    asked = []
+
+    def dead(self: Any, name: str, timeout: float) -> None:
+        asked.append((name, timeout))
+        raise ConnectionError("[Errno -2] Name or service not known\nand a long story")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dead)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it would fail: it is not asked
+    monkeypatch.setattr("calibration.text.sources.hub.importlib.util.find_spec", lambda _: object())
+    with pytest.raises(ConfigError) as error:
+        read("wikitext", "hub", config="wikitext-2-raw-v1")
+    assert str(error.value) == (
+        "data.path: the hub cannot be reached for 'wikitext' ([Errno -2] Name or service not known); "
+        "look at the network, or read files: data=jsonl data.path=FILE"
+    )
+    assert asked == [("wikitext", 5.0)]
+
+
+TINY = ["model=llama3-8b-tiny", "quantizer=int8", "logger=none"]
+
+
+def test_too_little_text_warns_in_file_report_record_and_on_the_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.txt").write_text("x")
+    out, folder = tmp_path / "one.safetensors", tmp_path / "run"
+    data = ["data=text", f"data.path={tmp_path / 'one.txt'}"]
+    assert run.main([*TINY, *data, f"out={out}", f"hydra.run.dir={folder}"]) == 0
+    (warning,) = ScaleFile.load(out).metadata["warnings"]
+    assert warning.startswith("the scales come from 1 token")
+    assert "%" in warning, "it says what that costs"
+    assert f"WARNING: {warning}" in capsys.readouterr().out
+    assert warning in json.loads((folder / "report.json").read_text())["warnings"]
+    assert html.escape(warning) in (folder / "report.html").read_text()
+    assert warning in json.loads((folder / "record.json").read_text())["rows"][0]["warnings"]
+    with Engine.create(model=load_model("llama3-8b-tiny"), quantizer="int8", scales=ScaleFile.load(out), num_blocks=16) as engine:
+        assert warning in engine.metrics()["warnings"], "whoever uses the file hears it too"
+
+
+def test_shards_that_are_enough_together_warn_no_more() -> None:
+    half = {"data_fingerprint": "a", "tokens": ENOUGH // 2 + 1, "documents": 1, "warnings": ["few"]}
+    merged = Statistics({}, half).merged(Statistics({}, half | {"data_fingerprint": "b"}))
+    assert merged.metadata["warnings"] == []
+    assert (
+        Statistics({}, half | {"tokens": 5})
+        .merged(Statistics({}, half | {"data_fingerprint": "b", "tokens": 6}))
+        .metadata["warnings"]
+    )
+
+
+def test_screen_and_report_show_the_first_rows_and_which_data_to_use_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = rows(tmp_path, *({"question": f"What is <{i}>?", "answer": "It is a number. " * (5 + i)} for i in range(12)))
+    arguments = [f"data.path={file}", "data=jsonl", "sample.documents=8", "sample.held_back=4", "sample.tokens=64"]
+    assert run.main([*TINY, *arguments, f"out={tmp_path / 's.safetensors'}", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    screen, page = capsys.readouterr().out, (tmp_path / "run/report.html").read_text()
+    for i in range(3):
+        assert f"row {i + 1} read as: What is <{i}>? It is a number." in screen
+        assert f"<pre>What is &lt;{i}&gt;?\n\nIt is a number." in page
+    assert "<h2>Which data to use next</h2>" in page
+    assert "What is <" not in (tmp_path / "run/record.json").read_text()
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    lines = " ".join(report["next_data"])
+    assert all(0 <= share <= 1 for e in report["layers"] for share in e["beyond"].values())
+    for part in (
+        "More text: ",
+        "12 documents are longer than 64 tokens",
+        "every row is a conversation",
+        "Latin script",
+        "calibration.drift",
+    ):
+        assert part in lines
+
+
+def test_ranges_that_still_grow_ask_for_more_of_the_same_data() -> None:
+    sample = Sample([[1] * 9], [[1] * 9], "", 0, Report(rows=1, kept=1))
+    still, done = ([{"layer": 3, "beyond": {"k": share, "v": 0.0}}] for share in (0.2, 0.01))
+    assert "More documents like these: ranges still grow; on documents held back 10.0 % of the channels" in str(
+        next_data(sample, 64, still)
+    )
+    assert "No more documents like these are needed" in str(next_data(sample, 64, done))

@@ -317,10 +317,8 @@ def _json_row(line: str) -> Any:
 def _other_kind(path: Path, suffixes: tuple[str, ...]) -> str | None:
     """The option that reads files of this name, if it is not the one with `suffixes`."""
     suffix = _suffix(path)
-    kinds = {"jsonl": JsonLines, "json": Json, "csv": Csv, "parquet": Parquet}
-    if suffix in suffixes:
-        return None
-    return next((name for name, source in kinds.items() if suffix == source.suffixes[0] or suffix in source.suffixes), None)
+    kinds = {"jsonl": (".jsonl", ".ndjson"), "json": (".json",), "csv": Csv.suffixes, "parquet": Parquet.suffixes}
+    return next((name for name, theirs in kinds.items() if suffix in theirs and suffix not in suffixes), None)
 
 
 def _only_text(lines: Iterable[str | Bad | Repaired], remarks: list[Bad | Repaired]) -> Iterator[str]:
