@@ -49,9 +49,9 @@ def _of_sinks(x: torch.Tensor, start: int, sinks: int, neutral: float) -> torch.
     return out
 
 
-# name without "k_" or "v_" -> (over the tokens of one call: x [T, H, D], the position of its first row in the document, how many
-# positions count as sinks -> the statistic, or None if no row concerns it; how calls, documents and shards combine: exactly, in
-# any order). The body is all but the sinks.
+# Name without "k_" or "v_" -> (reduce, combine). reduce takes the tokens of one call, x [T, H, D], the position of its first row in
+# the document and how many positions count as sink tokens; it gives the statistic, or None if no row concerns it. combine joins
+# what calls, documents and shards gave, exactly, in any order. The body is all but the sink tokens.
 _KINDS: dict[str, tuple[Reduce, Combine]] = {
     "channel_absmax": (lambda x, *_: x.abs().amax(0), torch.maximum),  # [H, D]
     "channel_max": (lambda x, *_: x.amax(0), torch.maximum),  # [H, D]
@@ -72,7 +72,7 @@ HISTOGRAM_LIMIT = 2**31 - 1  # tokens that an int32 count holds
 class Collector:
     """An observer that keeps running statistics of every layer, whatever the batch.
 
-    sink_tokens: how many tokens at the start of a document count as attention sinks. skip: tokens at the start of a document
+    sink_tokens: how many tokens at the start of a document count as sink tokens. skip: tokens at the start of a document
     that no statistic sees. With either, run documents one at a time and call begin() before each.
     """
 

@@ -1,4 +1,4 @@
-"""What a calibration found, in numbers per layer and head, and what they suggest: outliers, protection, sinks, saturation.
+"""What a calibration found, in numbers per layer and head, and what they suggest: outliers, protection, sink tokens, saturation.
 
 Takes: Statistics, a quantizer with its scales, a few documents through the model. Gives: one dictionary of JSON values.
 Does not know about: files, plots, perplexity. Every rule is a constant below and is stated with its result.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 OUTLIER = 10.0  # a K channel is an outlier from this multiple of its head's median channel on
 LAYER = 2.0  # a layer is worth protecting from this multiple of the median layer's output error on
 HEAD = 4.0  # a head, of the median head's
-SINK = 0.05  # a position is a sink from this mean share of the attention on, and from SINK_RATIO times an even share on
+SINK = 0.05  # a position holds a sink token from this mean share of the attention on, and from SINK_RATIO times an even share on
 SINK_RATIO = 3.0
 BEYOND = 0.05  # a channel grew from this share of its calibrated range on
 _WORST = 4  # times per-channel's output error, from which on per-token keys are advised against
@@ -118,7 +118,7 @@ def _ranges(index: int, stats: Stats) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Suggestions:
-    """layers, heads [[layer, head]], sinks (tokens at the start): worth a wider format. lines: why, for people."""
+    """layers, heads [[layer, head]], sinks (how many sink tokens at the start): worth a wider format. lines: why, for people."""
 
     layers: list[int] = dataclasses.field(default_factory=list)
     heads: list[list[int]] = dataclasses.field(default_factory=list)

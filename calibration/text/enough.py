@@ -10,6 +10,6 @@ def shortage(tokens: int) -> str | None:
         return None
     cost = "; ".join(f"{n:,} token{'s' * (n > 1)}: {what}" for n, what in _MEASURED)
     return (
-        f"the scales come from {tokens:,} token{'s' * (tokens != 1)}, fewer than {ENOUGH:,}: ranges are too narrow for other text. "
+        f"the scales come from {tokens:,} token{'s' * (tokens != 1)}, fewer than {ENOUGH:,}: too narrow for other text. "
         f"Measured on SmolLM2-135M with int8: {cost}. Calibrate on more text"
     )

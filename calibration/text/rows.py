@@ -18,7 +18,7 @@ from calibration.text.messages import is_conversation
 from calibration.text.names import ABOUT, ANSWER, CONVERSATION, HISTORY, OPTIONS, PROMPT, SYSTEM, TEXT, TOOLS, plain_name
 from calibration.text.shapes import Read, all_text, chosen, shape
 from calibration.text.threads import are_posts, threads
-from calibration.text.values import is_empty, why_not_text
+from calibration.text.values import is_empty, is_reference, why_not_text
 from qkv.errors import ConfigError
 
 ROW_LIMIT = 8 * 2**20  # characters; a longer row is a dump, not a document
@@ -155,6 +155,8 @@ class Reader:
             row = {key: value for key, value in row.items() if key not in self._unfit}
             read = shape(row, self.report.dropped)
             said = all_text(row.get(self._longest))
+            if read is None and is_reference(said):
+                return Bad("only an id, a URL, a number or a date")
             if read is None and said.strip():
                 read = Read((str(self._longest),), said, [])
         if read is None:

@@ -136,22 +136,22 @@ def _prompted(cells: _Row) -> Read | None:
     if all(m["role"] == "user" for m in question):
         question = _merged(_with_what_it_is_about(cells, asks, question))
     answer = _answer(cells)
-    first = next((m for m in question if m["role"] != "system"), None)
-    if first is not None and first in answer[: len(question) + 1]:
-        question = [m for m in question if m["role"] == "system" and m not in answer]  # `chosen` repeats the prompt
-    if isinstance(raw, str) and answer and len(answer) == 1 and _continues(raw, answer[0]["content"], bool(earlier)):
-        return cells.read(raw + answer[0]["content"])
+    if any(m["role"] == "user" for m in answer):  # the answer is the whole conversation, the prompt included
+        question = [m for m in question if m["role"] == "system" and m not in answer]
+    if isinstance(raw, str) and len(answer) == 1 and "tool_calls" not in answer[0]:
+        said = answer[0]["content"]
+        if len(said) > len(raw) and said.startswith(raw):
+            answer = [turn("assistant", said[len(raw) :].strip())]
+        elif _continues(raw, said) and not earlier:
+            return cells.read(raw + said)
+        else:
+            answer = [turn("assistant", said.strip())]
     return cells.read(_with_system(cells, earlier + question + answer))
 
 
-def _continues(prompt: str, answer: str, in_conversation: bool) -> bool:
+def _continues(prompt: str, answer: str) -> bool:
     """A text cut in two, as "The sky is" and " blue.": the second part begins with its own space."""
-    return (
-        not in_conversation
-        and answer[:1] == " "
-        and not transcript(prompt)
-        and not prompt.rstrip().endswith((".", "?", "!", ":"))
-    )
+    return answer[:1] == " " and not transcript(prompt) and not prompt.rstrip().endswith((".", "?", "!", ":"))
 
 
 def _with_what_it_is_about(cells: _Row, asks: str, question: list[Message]) -> list[Message]:

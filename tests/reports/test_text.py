@@ -171,6 +171,9 @@ def test_ids_urls_hashes_dates_and_labels_are_not_text(tmp_path: Path) -> None:
     assert "sha (ids, URLs, numbers or dates)" in report.line()
     assert "verdict (labels)" in report.line()
     assert read(file, field="content")[0][3] == "https://bank.example/loans/3", "what somebody names is text"
+    texts, report = read(rows(tmp_path, {"text": "A text."}, {"text": "More."}, {"text": "https://a.b/c"}, {"text": "2024-01-05"}))
+    assert texts == ["A text.", "More."]
+    assert report.skipped == {"only an id, a URL, a number or a date": 2}
     (tmp_path / "rows.jsonl").write_text('{"id": "ab12cd34ef", "url": "https://a.b"}\n')
     with pytest.raises(ConfigError, match="1 with nothing but ids, URLs, numbers, dates or labels"):
         read(file)
