@@ -66,6 +66,12 @@ def opening(tokenizer: Any) -> list[int]:
     return start if start and start[0] == tokenizer.bos_token_id else []
 
 
+def encode_body(tokenizer: Any, text: str) -> list[int]:
+    """Token ids without the token that the tokenizer starts every text with, which some chat templates write themselves."""
+    first, tokens = opening(tokenizer), encode(tokenizer, text)
+    return tokens[len(first) :] if first and tokens[: len(first)] == first else tokens
+
+
 def windows(
     source: DataSource,
     tokenizer: Any,
@@ -93,7 +99,7 @@ def windows(
     for text in documents:
         if len(stream) >= need:
             break
-        stream += encode(tokenizer, text.strip() + "\n\n")
+        stream += encode_body(tokenizer, text.strip() + "\n\n")
     if len(stream) < need and not (cycle and stream):
         raise ConfigError(
             f"data.{source.name}: {skip + count} windows of {length} tokens need {need:,} tokens, it has {len(stream):,}. "

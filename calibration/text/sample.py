@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from calibration.text.data import DataSource, encode, opening, windows
+from calibration.text.data import DataSource, encode_body, opening, windows
 from calibration.text.rows import Report
 from qkv.errors import ConfigError
 from qkv.validate import require
@@ -73,13 +73,13 @@ def _documents(texts: Sequence[str], tokenizer: Any, want: int, length: int, see
     body = length - len(first)
     if len(texts) >= want:
         picked = _stratified(texts, want, seed)
-        pieces = [encode(tokenizer, text[: _CHARACTERS * body])[: body + 1] for text in picked]
+        pieces = [encode_body(tokenizer, text[: _CHARACTERS * body])[: body + 1] for text in picked]
         long = sum(len(p) > body for p in pieces)
         how = f"{want} of {len(texts):,} documents, drawn evenly from {_STRATA} classes of length"
     else:
         pieces, long = [], 0
         for text in sorted(texts, key=len):
-            tokens = encode(tokenizer, text[: _CHARACTERS * body * want])
+            tokens = encode_body(tokenizer, text[: _CHARACTERS * body * want])
             long += len(tokens) > body
             pieces += [tokens[i : i + body] for i in range(0, len(tokens), body)]
         random.Random(seed).shuffle(pieces)

@@ -18,7 +18,7 @@ from calibration.text import encodings
 from calibration.text.data import DATA
 from calibration.text.enough import ENOUGH
 from calibration.text.rows import Report
-from calibration.text.sample import Sample
+from calibration.text.sample import Sample, Sampling, draw
 from qkv.engine import Engine
 from qkv.errors import ConfigError
 from qkv.models import load_model
@@ -171,7 +171,9 @@ def test_ids_urls_hashes_dates_and_labels_are_not_text(tmp_path: Path) -> None:
     assert "sha (ids, URLs, numbers or dates)" in report.line()
     assert "verdict (labels)" in report.line()
     assert read(file, field="content")[0][3] == "https://bank.example/loans/3", "what somebody names is text"
-    texts, report = read(rows(tmp_path, {"text": "A text."}, {"text": "More."}, {"text": "https://a.b/c"}, {"text": "2024-01-05"}))
+    texts, report = read(
+        rows(tmp_path, {"text": "A text."}, {"text": "More."}, {"text": "https://a.b/c"}, {"text": "2024-01-05"})
+    )
     assert texts == ["A text.", "More."]
     assert report.skipped == {"only an id, a URL, a number or a date": 2}
     (tmp_path / "rows.jsonl").write_text('{"id": "ab12cd34ef", "url": "https://a.b"}\n')
@@ -448,3 +450,18 @@ def test_ranges_that_still_grow_ask_for_more_of_the_same_data() -> None:
         next_data(sample, 64, still)
     )
     assert "No more documents like these are needed" in str(next_data(sample, 64, done))
+
+
+def test_a_template_that_writes_the_opening_token_does_not_double_it(tmp_path: Path) -> None:
+    class Opens(Template):
+        bos_token_id = 1
+
+        def apply_chat_template(self, messages: list[dict[str, Any]], tokenize: bool, tools: Any = None) -> str:
+            return "<s> " + super().apply_chat_template(messages, tokenize)
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [1] * add_special_tokens + [1 if word == "<s>" else 2 for word in text.split()]
+
+    source = DATA.build({"name": "jsonl", "path": str(rows(tmp_path, {"messages": [USER, ASSISTANT]}, {"text": "A text."}))})
+    sample = draw(source, Opens(), Sampling(documents=2, tokens=32, held_back=0), seed=0)
+    assert sorted(sample.calibration, key=len) == [[1, 2, 2], [1, *[2] * len(READ.split())]]
