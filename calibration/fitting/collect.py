@@ -50,8 +50,8 @@ def _of_sinks(x: torch.Tensor, start: int, sinks: int, neutral: float) -> torch.
 
 
 # Name without "k_" or "v_" -> (reduce, combine). reduce takes the tokens of one call, x [T, H, D], the position of its first row
-# in the document and how many positions count as sink tokens; it gives the statistic, or None if no row concerns it. combine joins
-# what calls, documents and shards gave, exactly, in any order. The body is all but the sink tokens.
+# in the document and how many positions count as sink tokens; it gives the statistic, or None if no row concerns it. combine
+# joins what calls, documents and shards gave, exactly, in any order. The body is all but the sink tokens.
 _KINDS: dict[str, tuple[Reduce, Combine]] = {
     "channel_absmax": (lambda x, *_: x.abs().amax(0), torch.maximum),  # [H, D]
     "channel_max": (lambda x, *_: x.amax(0), torch.maximum),  # [H, D]
