@@ -140,12 +140,20 @@ def data_fingerprint(documents: Sequence[Sequence[int]]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([list(tokens) for tokens in documents]).encode())
 
 
-def provenance(engine: "Engine", documents: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The part of a file's metadata that says which model and which data it came from."""
+def identity(engine: "Engine", documents: Sequence[Sequence[int]], sink_tokens: int) -> dict[str, Any]:
+    """What two runs must have in common for one to continue the other's statistics."""
     return {
         "model": engine.loaded.name,
         "model_fingerprint": engine.loaded.fingerprint,
+        "dtype": engine.config.model.dtype,
+        "sink_tokens": sink_tokens,
         "data_fingerprint": data_fingerprint(documents),
+    }
+
+
+def provenance(engine: "Engine", documents: Sequence[Sequence[int]], sink_tokens: int) -> dict[str, Any]:
+    """The part of a file's metadata that says which model and which data it came from."""
+    return identity(engine, documents, sink_tokens) | {
         "documents": len(documents),
         "tokens": sum(map(len, documents)),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
@@ -159,7 +167,7 @@ def quantizer_metadata(quantizer: Quantizer, method: str) -> dict[str, Any]:
     return {"quantizer": quantizer.name, "quantizer_fields": settings, "method": method}
 
 
-def calibrate(
+def absmax_scales(
     engine: "Engine",
     token_lists: Sequence[Sequence[int]],
     quantizer: Quantizer,
@@ -181,5 +189,5 @@ def calibrate(
             if progress:
                 progress(i + 1, len(documents))
     check_finite(collector.stats, engine.layers)
-    metadata = provenance(engine, documents) | quantizer_metadata(quantizer, "absmax")
+    metadata = provenance(engine, documents, raw_sinks(quantizer)) | quantizer_metadata(quantizer, "absmax")
     return ScaleFile(quantizer.tensors_from_stats(collector.stats), metadata)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from calibration.fitting.collect import Collector, calibrate
+from calibration.fitting.collect import Collector, absmax_scales
 from calibration.text.data import DataSource, windows
 from experiments.harness.base import Run
 from experiments.harness.table import console
 from experiments.measuring import engines
 from qkv.config import EngineConfig
-from qkv.errors import ConfigError, ScaleError
+from qkv.errors import ScaleError
 from qkv.layout import LayerShape
 from qkv.models import LoadedModel
-from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
+from qkv.policies.quantizer.base import Quantizer
 from qkv.scales import ScaleFile
 
 
@@ -49,7 +49,7 @@ def in_memory(
     text = [window[:-1] for window in windows(data, loaded.tokenizer, documents, tokens, config.seed, skip)]
     engine = engines.build(engines.single_document(config, tokens), loaded, "none")
     try:
-        file = calibrate(engine, text, quantizer)
+        file = absmax_scales(engine, text, quantizer)
     finally:
         engine.close()
     return file, f"calibrated in memory: {documents} documents, {sum(map(len, text)):,} tokens of {data.name}"
@@ -80,12 +80,3 @@ def stand_in(quantizer: Quantizer, layers: list[LayerShape]) -> ScaleFile | None
         k, v = (torch.randn(4, layer.H, D, generator=generator) for D in (layer.Dk, layer.Dv))
         collector(layer.index, k, k, v)
     return ScaleFile(quantizer.tensors_from_stats(collector.stats), {"quantizer": quantizer.name})
-
-
-def static_quantizer(config: EngineConfig) -> Quantizer:
-    """The configured quantizer. Raises ConfigError if it has nothing to calibrate."""
-    quantizer: Quantizer = QUANTIZERS.build(config.quantizer)
-    if not quantizer.observers():
-        able = [name for name in QUANTIZERS.names() if QUANTIZERS.build(name).observers()]
-        raise ConfigError(f"quantizer {quantizer.name} has no static scales to calibrate; those that have: {', '.join(able)}")
-    return quantizer

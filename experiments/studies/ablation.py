@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from tqdm import tqdm
 
-from calibration.fitting.collect import calibrate, run_document
+from calibration.fitting.collect import absmax_scales, run_document
 from calibration.text.data import DATA, windows
 from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.plots import bars_each
@@ -195,7 +195,7 @@ class Ablation(Experiment):
         quantizer = QUANTIZERS.build("int4")
         other = windows(self._calibration, loaded.tokenizer, self.calibration_documents, len(text[0]), run.engine.seed)
         texts = {"static, of other text": other, "of the text itself": text}
-        scales = {name: calibrate(baseline, [d[:-1] for d in documents], quantizer) for name, documents in texts.items()}
+        scales = {name: absmax_scales(baseline, [d[:-1] for d in documents], quantizer) for name, documents in texts.items()}
         scored = self._score(run, loaded, baseline, text, dict.fromkeys(scales, "int4"), scales)
         ours = _perplexity(scored)
         static, own = ours.values()

@@ -10,8 +10,8 @@ from typing import Any
 from tqdm import tqdm
 
 from calibration.fitting import search
-from calibration.fitting.collect import quantizer_metadata
 from calibration.fitting.diagnose import diagnose
+from calibration.fitting.fit import fit, static_quantizer
 from calibration.fitting.gather import gather
 from calibration.fitting.report import write
 from calibration.fitting.statistics import Statistics, statistics_path
@@ -22,7 +22,6 @@ from experiments.harness.record import plain
 from experiments.harness.table import console, number
 from experiments.measuring import engines
 from experiments.measuring.held_back import score
-from experiments.measuring.scales import static_quantizer
 from qkv.config import EngineConfig
 from qkv.engine import Engine
 from qkv.models import LoadedModel, load_model
@@ -57,7 +56,7 @@ class Calibrate(Experiment):
         require(self.checkpoint_every >= 1, "checkpoint_every", self.checkpoint_every, "at least 1")
 
     def run(self, run: Run) -> None:
-        quantizer = static_quantizer(run.engine)
+        quantizer = static_quantizer(run.engine.quantizer)
         loaded = load_model(run.engine.model)
         sample = draw(run.data, loaded.tokenizer, self.sample, run.engine.seed)
         console().print(f"data {run.data.name}: {sample.report.line()}\n{sample.how}")
@@ -89,25 +88,10 @@ class Calibrate(Experiment):
             total=total, disable=not run.progress, unit=" tokens", leave=False, desc=f"calibrating {engine.loaded.name}"
         ) as bar:
             statistics = gather(engine, documents, self.sink_tokens, self._checkpoint, self.checkpoint_every, bar.update)
-            if self.method == "output":
+            statistics.metadata |= {"data": run.data.name, "sampling": sample.how}
+            if searched:
                 bar.set_description("searching ranges")
-                choices = search.least_output_error(quantizer, statistics.layers, engine, searched, bar.update)
-                tensors = search.at(quantizer, statistics.layers, choices, cover=False)
-            else:
-                tensors = search.tensors(quantizer, statistics.layers, engine.layers, self.method, self.percentile)
-        method: dict[str, Any] = {"percentile": self.percentile} if self.method == "percentile" else {}
-        statistics.metadata |= {"data": run.data.name}
-        metadata = (
-            statistics.metadata
-            | quantizer_metadata(quantizer, self.method)
-            | method
-            | {
-                "sampling": sample.how,
-                "coverage": {"layers": len(statistics.layers), "of": len(engine.layers)},
-            }
-        )
-        file = ScaleFile(tensors, metadata)
-        file.validate(engine.layers, quantizer.name, engine.loaded.fingerprint)
+            file = fit(engine, statistics, quantizer, self.method, self.percentile, searched, bar.update)
         return statistics, file
 
     def _check(

@@ -10,8 +10,8 @@ from typing import Any
 from tqdm import tqdm
 
 from calibration.fitting import search
-from calibration.fitting.collect import quantizer_metadata
 from calibration.fitting.diagnose import diagnose
+from calibration.fitting.fit import fit
 from calibration.fitting.gather import observed
 from calibration.text.sample import Sample, Sampling, draw
 from experiments.harness.base import EXPERIMENTS, Experiment, Run
@@ -106,13 +106,12 @@ class Drift(Experiment):
         documents, looked_at = sample.calibration, scored[:_DIAGNOSED]
         total = sum(map(len, [*documents, *looked_at])) + 3 * sum(map(len, scored))
         with tqdm(total=total, disable=not run.progress, unit=" tokens", leave=False, desc=f"reading {run.data.name}") as bar:
-            stats = observed(engine, documents, int(file.metadata.get("sink_tokens", 0)), bar.update)
+            statistics = observed(engine, documents, int(file.metadata.get("sink_tokens", 0)), bar.update)
             method = _AGAIN.get(file.metadata.get("method", ""), "absmax")
             keep = float(file.metadata.get("percentile", 100.0))
-            fresh = search.tensors(quantizer, stats, engine.layers, method, keep)
-            found = diagnose(engine, stats, quantizer, file.tensors, looked_at, bar.update)
-            metadata = {"model_fingerprint": loaded.fingerprint} | quantizer_metadata(quantizer, method)
-            old, new = score(run.engine, loaded, scored, [file, ScaleFile(fresh, metadata)], bar.update)
+            fresh = fit(engine, statistics, quantizer, method, keep)
+            found = diagnose(engine, statistics.layers, quantizer, file.tensors, looked_at, bar.update)
+            old, new = score(run.engine, loaded, scored, [file, fresh], bar.update)
         return _Found(found["layers"], old, new)
 
     def _show(self, run: Run, file: ScaleFile, found: _Found, verdict: dict[str, Any]) -> None:

@@ -35,12 +35,12 @@ def tokens(seed: int, n: int) -> list[int]:
 @lru_cache
 def scales(quantizer: str, name: str = "llama") -> ScaleFile | None:
     """Scales of the tiny model for a quantizer that needs them, from random text; None for the others."""
-    from calibration.fitting.collect import calibrate
+    from calibration.fitting.collect import absmax_scales
 
     if not QUANTIZERS.build(quantizer).needs_scales:
         return None
     with Engine.create(model(name), num_blocks=64) as engine:
-        return calibrate(engine, [tokens(99, 200)], QUANTIZERS.build(quantizer))
+        return absmax_scales(engine, [tokens(99, 200)], QUANTIZERS.build(quantizer))
 
 
 def make(quantizer: str | dict[str, Any] = "none", block_size: int = 16, **kw: Any) -> Engine:

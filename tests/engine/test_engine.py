@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.fitting.collect import calibrate
+from calibration.fitting.collect import absmax_scales
 from qkv.cache.store import KVStore
 from qkv.engine import Engine
 from qkv.errors import ConfigError, ModelError, RequestError
@@ -346,7 +346,7 @@ def test_new_weights_need_a_reset_and_then_nothing_old_is_read() -> None:
 
 def test_calibration_does_not_depend_on_what_is_cached() -> None:
     with make() as engine:
-        files = [calibrate(engine, [tokens(3, 60), tokens(4, 30)], QUANTIZERS.build("int8")) for _ in range(2)]
+        files = [absmax_scales(engine, [tokens(3, 60), tokens(4, 30)], QUANTIZERS.build("int8")) for _ in range(2)]
     assert all(torch.equal(files[0].tensors[name], files[1].tensors[name]) for name in files[0].tensors)
 
 

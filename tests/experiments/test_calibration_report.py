@@ -48,7 +48,7 @@ def test_a_planted_outlier_channel_stands_out_and_per_token_keys_fail() -> None:
     documents = [tokens(seed, 60) for seed in range(4)]
     int8 = QUANTIZERS.build("int8")
     with Engine.create(with_outlier(100.0), num_blocks=32, enable_prefix_caching=False) as engine:
-        stats = observed(engine, documents, 4)
+        stats = observed(engine, documents, 4).layers
         found = diagnose(engine, stats, int8, search.tensors(int8, stats, engine.layers, "absmax", 100.0), documents[:2])
     entry = found["layers"][LAYER]
     (outlier,) = entry["outliers"]
@@ -66,7 +66,7 @@ def test_a_planted_outlier_channel_stands_out_and_per_token_keys_fail() -> None:
 def test_without_outliers_the_report_says_so() -> None:
     int8, documents = QUANTIZERS.build("int8"), [tokens(0, 40)]
     with Engine.create(tiny_model("llama"), num_blocks=32, enable_prefix_caching=False) as engine:
-        stats = observed(engine, documents, 4)
+        stats = observed(engine, documents, 4).layers
         found = diagnose(engine, stats, int8, search.tensors(int8, stats, engine.layers, "absmax", 100.0), documents)
     assert not any(e["outliers"] for e in found["layers"])
     assert "outlier" not in " ".join(found["suggestions"]["lines"])
