@@ -9,12 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
-from transformers import PreTrainedModel
-
-from qkv.assemble import Parts, assemble, build_policies
+from qkv.assemble import Parts, assemble, build_policies, usable_scales
 from qkv.attention.base import Observer
 from qkv.config import EngineConfig
 from qkv.errors import ConfigError, RequestError
@@ -26,23 +23,14 @@ from qkv.metrics.recorder import Recorder
 from qkv.metrics.summary import Latencies
 from qkv.models import LoadedModel, load_model, wrap_model
 from qkv.outputs import Outputs
-from qkv.runner import Scored
-from qkv.sampling import SCORED_ROWS, argmax
-from qkv.scales import ScaleFile
 from qkv.scheduler import Scheduler
+from qkv.scoring import OnLogits, Score, Scoring
+from qkv.settings import EngineSettings, engine_config
 from qkv.simulation import SimulatedClock, SimulatedLoop, SimulatedModel, assemble_simulated
 from qkv.types import Request, RequestMetrics, RequestOutput, SamplingParams, StepPlan
-from qkv.validate import from_mapping
 
-Spec = str | dict[str, Any]
-OnLogits = Callable[[int, int, torch.Tensor], None]
-
-
-class Score(NamedTuple):
-    """Of tokens first..T-1. logprobs [T-first] float32; greedy_match [T-first] bool: the token was the most likely one."""
-
-    logprobs: torch.Tensor
-    greedy_match: torch.Tensor
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Engine:
@@ -51,20 +39,28 @@ class Engine:
 
     def __init__(
         self,
-        loaded: LoadedModel | SimulatedModel,
+        loaded: LoadedModel | SimulatedModel | None,
         config: EngineConfig,
-        scales: ScaleFile | None = None,
         clock: Callable[[], float] | None = None,
+        tokenizer: Any = None,
     ) -> None:
+        """loaded: None loads what config.model names. tokenizer: instead of the loaded model's own."""
+        policies = build_policies(config)  # unknown names, keys and values fail here, before any model is loaded
+        scales = usable_scales(config, policies.quantizer)
+        if loaded is None:
+            simulated = config.runner.name == "simulated"
+            loaded = SimulatedModel.of(config.model) if simulated else load_model(config.model)
+        if tokenizer is not None and isinstance(loaded, LoadedModel):
+            loaded = replace(loaded, tokenizer=tokenizer)
         self._parts: Parts
         loop: type[Loop]
         if clock is None:
             clock = time.process_time if config.runner.clock == "cpu" else time.perf_counter
         if isinstance(loaded, SimulatedModel):
             clock = SimulatedClock()
-            self._parts, loop = assemble_simulated(loaded, config, scales, clock), SimulatedLoop
+            self._parts, loop = assemble_simulated(loaded, config, policies, scales, clock), SimulatedLoop
         else:
-            self._parts, loop = assemble(loaded, config, scales, clock), Loop
+            self._parts, loop = assemble(loaded, config, policies, scales), Loop
         self.config, self.loaded, self.clock = config, loaded, clock
         self._loop = loop(self._parts, Outputs(loaded.tokenizer, self._parts.adapter.eos_token_ids), config.seed, clock)
         self._unclaimed: list[Request] = []  # ended while somebody else was driving the loop
@@ -81,91 +77,23 @@ class Engine:
         cls,
         model: "str | Path | PreTrainedModel | LoadedModel" = "smollm2",
         tokenizer: Any = None,
-        dtype: str = "float32",
-        device: str = "cpu",
-        quantizer: Spec = "none",
-        allocator: Spec = "paged",
-        evictor: Spec = "lru",
-        preemptor: Spec = "auto",
-        backend: str = "auto",
-        reads: str = "cache",
-        deterministic: bool = False,
-        cuda_graphs: bool = True,
-        fused: bool = True,
-        compile: bool = False,
-        scales: "str | Path | ScaleFile | None" = None,
-        num_blocks: int | None = None,
-        memory_bytes: int | str | None = None,
-        memory_utilization: float | None = None,
-        host_memory_bytes: int | str = "1GiB",
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        max_num_scored_tokens: int = 512,
-        max_model_len: int | None = None,
-        watermark: float = 0.01,
-        enable_prefix_caching: bool = True,
-        prefix_hash: str = "xxh3_128",
-        poison: bool = False,
-        allow_reference: bool = True,
-        seed: int = 0,
         clock: Callable[[], float] | None = None,
+        **settings: Unpack[EngineSettings],
     ) -> "Engine":
-        """An engine from keyword arguments; the same settings as EngineConfig, flat.
+        """An engine from keyword arguments: the settings of EngineConfig, flat, as settings.py lists them.
 
         model: a known name, hub id, local path, or a transformers model object (then dtype and device are the object's).
         Raises ConfigError, ModelError or ScaleError before anything expensive where it can.
         """
-        by_name = isinstance(model, str | Path)
-        settings = {
-            "model": {"name": str(model) if by_name else "object", "dtype": dtype, "device": device, "seed": seed},
-            "cache": {
-                "num_blocks": num_blocks,
-                "memory_bytes": memory_bytes,
-                "memory_utilization": memory_utilization,
-                "host_memory_bytes": host_memory_bytes,
-                "enable_prefix_caching": enable_prefix_caching,
-                "prefix_hash": prefix_hash,
-                "poison": poison,
-            },
-            "scheduler": {
-                "max_num_seqs": max_num_seqs,
-                "max_num_batched_tokens": max_num_batched_tokens,
-                "max_num_scored_tokens": max_num_scored_tokens,
-                "max_model_len": max_model_len,
-                "watermark": watermark,
-            },
-            "attention": {"backend": backend, "reads": reads, "allow_reference": allow_reference},
-            "runner": {"deterministic": deterministic, "cuda_graphs": cuda_graphs, "fused": fused, "compile": compile},
-            "quantizer": _spec(quantizer),
-            "allocator": _spec(allocator),
-            "evictor": _spec(evictor),
-            "preemptor": _spec(preemptor),
-            "scales": str(scales) if isinstance(scales, str | Path) else None,
-            "seed": seed,
-        }
-        config = from_mapping(EngineConfig, settings, "engine")
-        given = scales if isinstance(scales, ScaleFile) else None
         if isinstance(model, str | Path):
-            return cls.from_config(config, given, tokenizer, clock)
+            return cls.from_config(engine_config(str(model), **settings), tokenizer, clock)
         loaded = model if isinstance(model, LoadedModel) else wrap_model(model, tokenizer)
-        return cls(loaded, config, given, clock)
+        return cls(loaded, engine_config("object", **settings), clock)
 
     @classmethod
-    def from_config(
-        cls,
-        config: EngineConfig,
-        scales: ScaleFile | None = None,
-        tokenizer: Any = None,
-        clock: Callable[[], float] | None = None,
-    ) -> "Engine":
+    def from_config(cls, config: EngineConfig, tokenizer: Any = None, clock: Callable[[], float] | None = None) -> "Engine":
         """Load the configured model and build an engine on it."""
-        build_policies(config)  # unknown names, keys and values fail here, before any model is loaded
-        if config.runner.name == "simulated":
-            return cls(SimulatedModel.of(config.model), config, scales)
-        loaded = load_model(config.model)
-        if tokenizer is not None:
-            loaded = replace(loaded, tokenizer=tokenizer)
-        return cls(loaded, config, scales, clock)
+        return cls(None, config, clock, tokenizer)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -244,32 +172,11 @@ class Engine:
         on_logits(index in token_lists, start, logits [n, V]): row i predicts token start + i. Called as chunks come, each
         position exactly once, so nothing of size T x V is kept. Raises RequestError before anything runs.
         """
-        results: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in token_lists]
-        requests: list[Request] = []
-
-        def receive(index: int) -> Callable[[Scored, torch.Tensor], None]:
-            def take(scored: Scored, logits: torch.Tensor) -> None:
-                targets = torch.tensor(scored.request.token_ids[scored.first : scored.first + len(logits)], device=logits.device)
-                for rows, wanted in zip(logits.split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True):
-                    exact = rows.float()
-                    results[index][0].append(exact.log_softmax(-1).gather(1, wanted[:, None])[:, 0].cpu())
-                    results[index][1].append((argmax(exact) == wanted).cpu())
-                if on_logits is not None:
-                    on_logits(index, scored.first, logits)
-
-            return take
-
+        scoring, requests = Scoring(self.intake, token_lists, first, on_logits), list[Request]()
         try:
-            firsts = [first] * len(token_lists) if isinstance(first, int) else list(first)
-            if len(firsts) != len(token_lists):
-                raise ConfigError(
-                    f"{len(token_lists)} token lists but {len(firsts)} values of first; give one for all, or one each"
-                )
-            checked = [self.intake.scoring_tokens(t, f) for t, f in zip(token_lists, firsts, strict=True)]
-            for index, (tokens, begin) in enumerate(zip(checked, firsts, strict=True)):
-                request = self.intake.add_scoring(tokens, begin, self.clock())
-                requests.append(request)
-                self._loop.receivers[request.id] = receive(index)
+            for index, (tokens, begin) in enumerate(scoring.lists):
+                requests.append(self.intake.add_scoring(tokens, begin, self.clock()))
+                self._loop.receivers[requests[-1].id] = scoring.receiver(index)
             with _bar(len(requests), progress) as bar:
                 for request in self._drive({r.id for r in requests}):
                     bar.update(request.finish_reason is not None)
@@ -277,7 +184,7 @@ class Engine:
             for request in requests:
                 self._loop.receivers.pop(request.id, None)
                 self.abort(request.id)
-        return [Score(torch.cat(logprobs), torch.cat(matches)) for logprobs, matches in results]
+        return scoring.scores()
 
     def _submit(
         self, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None
@@ -348,18 +255,9 @@ class Engine:
         """Counters and rates since the start, in the parts of an experiment record: memory, speed, cache, attention."""
         allocator, r = self.scheduler.manager.allocator, self.recorder
         usable = allocator.num_blocks - allocator.num_reserved
-        memory = self._parts.store.memory_report()
-        memory["capacity_tokens"] = usable * allocator.block_size
-        memory["utilization_now"] = allocator.num_referenced / usable
-        memory["utilization_peak"] = r.used_blocks_peak / usable
-        if r.held_token_seconds:  # means over time
-            fill = r.written_token_seconds / r.held_token_seconds
-            memory["utilization_mean"] = r.used_block_seconds / r.busy_seconds / usable * fill
-            memory["internal_fragmentation"] = 1 - fill
-        if r.finished_held_tokens:
-            memory["fragmentation_at_end"] = 1 - r.finished_tokens / r.finished_held_tokens
         return {
-            "memory": memory,
+            "memory": self._parts.store.memory_report()
+            | summary.pool_use(r, usable, allocator.num_referenced, allocator.block_size),
             "speed": {**summary.rates(r), **self._loop.latencies.distributions()},
             "cache": summary.cache_counters(r, allocator.evictions),
             "attention": {
@@ -416,10 +314,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _spec(spec: Spec) -> dict[str, Any]:
-    return {"name": spec} if isinstance(spec, str) else dict(spec)
 
 
 def _bar(total: int, progress: bool) -> Any:

@@ -67,6 +67,15 @@ class ScaleFile:
             raise ScaleError(f"'{path}' has scale format version {found}, this version reads {FORMAT_VERSION}; calibrate again")
         return cls(tensors, metadata)
 
+    @classmethod
+    def of(cls, given: "str | Path | ScaleFile | None") -> "ScaleFile | None":
+        """What the setting `scales` means: a path is read, a ScaleFile is itself. Raises ScaleError."""
+        if given is None or isinstance(given, cls):
+            return given
+        if not isinstance(given, str | Path):
+            raise ScaleError(f"scales={given!r} is not allowed; it must be the path of a scale file, a ScaleFile, or null")
+        return cls.load(Path(given).expanduser())
+
     def fingerprint(self) -> str:
         """Identity of what the scales do to stored bytes: tensors, quantizer and model. xxh3_128, hex."""
         digest = xxhash.xxh3_128()

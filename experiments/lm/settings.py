@@ -7,7 +7,7 @@ Does not know about: lm-eval.
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from qkv.config import EngineConfig
 from qkv.engine import Engine
 from qkv.errors import ConfigError
 from qkv.models import load_model
-from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.validate import from_mapping, suggest
 
 log = logging.getLogger(__name__)
@@ -41,14 +40,13 @@ def engine(arguments: Mapping[str, Any]) -> Engine:
     Raises ConfigError, ModelError or ScaleError.
     """
     config, data = read(arguments)
-    build_policies(config)
-    quantizer = QUANTIZERS.build(config.quantizer)
+    quantizer = build_policies(config).quantizer  # what is wrong with any of them is said before a model is loaded
     loaded = with_tokenizer(load_model(config.model))
     if not quantizer.needs_scales or config.scales is not None:
         return Engine(loaded, config)
     file, origin = scales.in_memory(config, loaded, quantizer, data, CALIBRATION_DOCUMENTS, CALIBRATION_TOKENS)
     log.warning("%s: no scale file given for it, %s", quantizer.name, origin)
-    return Engine(loaded, config, file)
+    return Engine(loaded, replace(config, scales=file))
 
 
 def read(arguments: Mapping[str, Any]) -> tuple[EngineConfig, DataSource]:

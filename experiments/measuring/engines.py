@@ -51,8 +51,10 @@ def build(
     """An engine on an already loaded model. quantizer: instead of the configured one."""
     if quantizer is not None:
         spec = {"name": quantizer} if isinstance(quantizer, str) else dict(quantizer)
-        config = replace(config, quantizer=spec, scales=None)
-    return Engine(loaded, config, scales)
+        config = replace(config, quantizer=spec, scales=scales)
+    elif scales is not None:
+        config = replace(config, scales=scales)
+    return Engine(loaded, config)
 
 
 def label(spec: Spec) -> str:

@@ -4,7 +4,6 @@ Takes: a quantizer. Gives: its ScaleFile or None, and where it came from in word
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -57,7 +56,7 @@ def in_memory(
 
 def given(run: Run) -> ScaleFile | None:
     """The file that `scales` names, if it names one. Raises ScaleError."""
-    return None if run.engine.scales is None else ScaleFile.load(Path(run.engine.scales).expanduser())
+    return ScaleFile.of(run.engine.scales)
 
 
 def used_by(run: Run, quantizers: Sequence[Quantizer]) -> None:

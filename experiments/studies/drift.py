@@ -56,9 +56,9 @@ class Drift(Experiment):
         require(self.sigmas >= 0, "sigmas", self.sigmas, "at least 0")
 
     def run(self, run: Run) -> None:
-        if run.engine.scales is None:
+        file = ScaleFile.of(run.engine.scales)
+        if file is None:
             raise ConfigError("drift judges a scale file: add scales=FILE")
-        file = ScaleFile.load(run.engine.scales)
         name = file.metadata.get("quantizer")
         if name not in QUANTIZERS.names():
             raise ConfigError(

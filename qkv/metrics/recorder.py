@@ -1,4 +1,4 @@
-"""Counters of everything the cache and the scheduler do. Lower layers call it; nobody below experiments/ reads a sink.
+"""Counters of everything the cache and the scheduler do. Lower layers call it; nobody below experiments/ exports them.
 
 Does not know about: where numbers go (records, Prometheus, W&B).
 """

@@ -1,6 +1,6 @@
 """Numbers for records: percentiles of request latencies, and rates from counters.
 
-Does not know about: the engine, sinks.
+Does not know about: the engine, who exports them.
 """
 
 from collections.abc import Sequence
@@ -48,6 +48,24 @@ def rates(recorder: Recorder) -> dict[str, float]:
         out["prefill_tokens_per_s"] = tokens / recorder.prefill_seconds
     if recorder.decode_seconds and (tokens := recorder.decode_tokens - recorder.mixed_decode_tokens):
         out["decode_tokens_per_s"] = tokens / recorder.decode_seconds
+    return out
+
+
+def pool_use(recorder: Recorder, usable: int, referenced: int, block_size: int) -> dict[str, float]:
+    """How full the pool is, was at its fullest and was in the mean over time, and how much of what was held was filled.
+
+    usable: blocks that can be handed out; referenced: that are, now."""
+    out = {
+        "capacity_tokens": usable * block_size,
+        "utilization_now": referenced / usable,
+        "utilization_peak": recorder.used_blocks_peak / usable,
+    }
+    if recorder.held_token_seconds:  # means over time
+        fill = recorder.written_token_seconds / recorder.held_token_seconds
+        out["utilization_mean"] = recorder.used_block_seconds / recorder.busy_seconds / usable * fill
+        out["internal_fragmentation"] = 1 - fill
+    if recorder.finished_held_tokens:
+        out["fragmentation_at_end"] = 1 - recorder.finished_tokens / recorder.finished_held_tokens
     return out
 
 

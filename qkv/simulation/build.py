@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from qkv.assemble import Parts, bind_quantizer, build_frame, build_policies
+from qkv.assemble import Parts, Policies, bind_quantizer, build_core
 from qkv.cache.store import block_bytes
 from qkv.config import EngineConfig, ModelConfig
 from qkv.layout import LayerShape
@@ -67,14 +67,16 @@ class SimulatedAdapter:
         pass
 
 
-def assemble_simulated(model: SimulatedModel, config: EngineConfig, scales: ScaleFile | None, clock: SimulatedClock) -> Parts:
+def assemble_simulated(
+    model: SimulatedModel, config: EngineConfig, policies: Policies, scales: ScaleFile | None, clock: SimulatedClock
+) -> Parts:
     """Raises ConfigError, ScaleError."""
-    policies, adapter = build_policies(config), SimulatedAdapter(model)
-    scales, formats = bind_quantizer(adapter, "", config, scales, policies.quantizer)
+    adapter = SimulatedAdapter(model)
+    formats = bind_quantizer(adapter, "", scales, policies.quantizer)
     B = policies.allocator.block_size
     per_token = block_bytes(adapter.layers, formats, B) / B
     cost = StepCost.of(config.device, model.dims, model.dtype.itemsize, per_token)
-    frame = build_frame(
+    core = build_core(
         adapter,
         model.fingerprint,
         None,
@@ -86,5 +88,5 @@ def assemble_simulated(model: SimulatedModel, config: EngineConfig, scales: Scal
         free_bytes=max(0, config.device.memory_bytes - model.weight_bytes),
     )
     tokens = SimulatedTokens(config.seed, adapter.vocab_size)
-    runner = SimulatedRunner(cost, clock, tokens, frame.scheduler.recorder)
-    return frame.parts(adapter, runner, runner, f"steps cost what device {config.device.name} says")
+    runner = SimulatedRunner(cost, clock, tokens, core.scheduler.recorder)
+    return core.parts(adapter, runner, runner, f"steps cost what device {config.device.name} says")
