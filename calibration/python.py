@@ -22,6 +22,7 @@ from calibration.fitting.gather import observed
 from calibration.fitting.search import Method
 from calibration.text.data import DataSource
 from calibration.text.sample import Sampling, draw
+from qkv.config import Dtype
 from qkv.engine import Engine
 from qkv.errors import ConfigError
 from qkv.scales import ScaleFile
@@ -56,7 +57,7 @@ def calibrate(
     tokens: int = 512,
     sink_tokens: int = 4,
     search_documents: int = 16,
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     device: str = "cpu",
     seed: int = 0,
     progress: bool = False,

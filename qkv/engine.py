@@ -292,7 +292,7 @@ class Engine:
         self.scheduler.manager.allocator.reset_cache()
 
     def check(self) -> None:
-        """Raise AssertionError on any broken invariant of the pool (DESIGN laws 4 and 5). Between steps."""
+        """Raise AssertionError on any broken invariant of the pool (laws 4 and 5 of LAWS.md). Between steps."""
         self.scheduler.manager.check(self.scheduler.requests())
         self._parts.store.check_null()
 

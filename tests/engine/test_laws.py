@@ -1,4 +1,4 @@
-"""The laws of the design, end to end on a tiny model. Numbers in names are the law's."""
+"""The laws of qkv/LAWS.md, end to end on a tiny model. A test's number is the law's."""
 
 import itertools
 from typing import Any
