@@ -241,7 +241,7 @@ def build_core(
     )
     scheduler = Scheduler(manager, policies.preemptor, config.scheduler, CostModel(B, store.block_bytes))
     intake = Intake(tokenizer, adapter.vocab_size, max_model_len, allocator.max_tokens())
-    static = any(t is not None for i in range(len(layers)) for s in quantizer.statics(i) for t in s)
+    static = any(t is not None for i in range(len(layers)) for s in quantizer.statics(i) for t in (*s.k, *s.v))
     source = (
         f"scale file: {scale_id if isinstance(config.scales, ScaleFile) else config.scales}"
         if scales is not None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from calibration.fitting.collect import raw_sinks
-from qkv.layout import STATIC_SCALES, KVFormat, LayerShape
+from qkv.layout import SIDES, STATIC_SCALES, KVFormat, LayerShape
 from qkv.policies.quantizer.base import Quantizer
 from qkv_kernels.reference import codec
 
@@ -54,7 +54,8 @@ class Saturation:
         n = self._index[layer]
         for ranges, s in zip(self._quantizer.formats(n), self._quantizer.statics(n), strict=True):
             heads = slice(ranges.heads.start, ranges.heads.stop)
-            for side, fmt, x, scale, zero in (("k", ranges.k, k, s.k_scale, s.k_zero), ("v", ranges.v, v, s.v_scale, s.v_zero)):
+            for side, x in zip(SIDES, (k, v), strict=True):
+                fmt, (scale, zero) = ranges.of(side), s.of(side)
                 if fmt.scale in STATIC_SCALES and scale is not None:
                     _add(self.fits[layer].setdefault(side, Fit()), x[self._raw :, heads].float().cpu(), fmt, scale, zero)
 

@@ -27,7 +27,7 @@ from calibration.fitting.collect import Stats, raw_sinks, run_document
 from calibration.fitting.output import OutputErrors, roundtrip
 from calibration.fitting.ranges import Range, as_statistics, cover_sinks, is_symmetric, narrowed, percentile, seen
 from qkv.errors import ConfigError
-from qkv.layout import LayerShape
+from qkv.layout import SIDES, LayerShape, Side
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile
 
@@ -88,9 +88,9 @@ def bound(quantizer: Quantizer, scales: dict[str, torch.Tensor], layers: Sequenc
     return other
 
 
-def searched_sides(quantizer: Quantizer) -> list[str]:
+def searched_sides(quantizer: Quantizer) -> list[Side]:
     """Of K and V, those with static scales."""
-    return [side for side in "kv" if any(name.startswith(f"{side}_") for name in quantizer.observers())]
+    return [side for side in SIDES if any(name.startswith(f"{side}_") for name in quantizer.observers())]
 
 
 def least_squares(quantizer: Quantizer, stats: Mapping[int, Stats], layers: Sequence[LayerShape]) -> Choices:

@@ -12,7 +12,7 @@ from qkv.attention.base import AttentionBackend
 from qkv.attention.reference import ReferenceBackend
 from qkv.attention.triton import TritonBackend
 from qkv.cache.store import KVStore
-from qkv.layout import AttentionMetadata, HeadFormat, KVFormat, LayerShape, Statics
+from qkv.layout import SIDES, AttentionMetadata, HeadFormat, HeadStatics, KVFormat, LayerShape, Statics
 from qkv.policies.quantizer._affine import AffineQuantizer
 
 B, H, G, REQUESTS = 16, 2, 4, 3
@@ -32,10 +32,10 @@ class _Fixed(AffineQuantizer):
     def formats(self, layer: int) -> list[HeadFormat]:
         return self.whole(layer, *self._formats)
 
-    def statics(self, layer: int) -> list[Statics]:
+    def statics(self, layer: int) -> list[HeadStatics]:
         D = self._layers[layer].Dk
         scales = [torch.full((H, D), 4 / 127, device=self._device) if f.scale == "channel" else None for f in self._formats]
-        return [Statics(k_scale=scales[0], v_scale=scales[1])]
+        return [HeadStatics(*map(Statics, scales))]
 
     def on(self, layer: LayerShape, dtype: torch.dtype, device: torch.device) -> "_Fixed":
         self._device = device
@@ -109,10 +109,13 @@ class _Side:
 
     def differences(self, other: "_Side") -> list[str]:
         mine, theirs = self.store.planes(0)[0], other.store.planes(0)[0]
-        parts = [f"{side}_{part}" for side in "kv" for part in ("codes", "scale", "zero", "tail", "sink")]
-        pairs = {part: (getattr(mine, part), getattr(theirs, part)) for part in parts}
+        planes = {
+            f"{side}.{name}": (getattr(mine.of(side), name), getattr(theirs.of(side), name))
+            for side in SIDES
+            for name in ("codes", "scale", "zero", "tail", "sink")
+        }
         return [
-            part
-            for part, (a, b) in pairs.items()
+            name
+            for name, (a, b) in planes.items()
             if a is not None and not torch.equal(a.cpu().contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
         ]

@@ -194,7 +194,7 @@ class _Workload:
             planes += cpu.expand(p, shape.head_dim)
             numbers += cpu.format_numbers(fmt)
         self._planes[name] = planes
-        call = partial(cpu.attend, planes=planes, formats=numbers, scaling=shape.head_dim**-0.5, sinks=None, isa=isa)
+        call = partial(cpu.attend, planes=planes, formats=numbers, scaling=shape.head_dim**-0.5, sink_logits=None, isa=isa)
         nobody, everybody = torch.zeros(1, dtype=torch.int32), torch.arange(R + 1, dtype=torch.int32) * new
         requests = torch.arange(R)
         for r in range(R):

@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+Side = Literal["k", "v"]  # whatever is stored, encoded or decoded has one
+SIDES: tuple[Side, Side] = ("k", "v")
 ScaleKind = Literal["none", "tensor", "head", "channel", "token", "token_group", "block_channel"]
 STATIC_SCALES = ("tensor", "head", "channel")  # parameters of the quantizer, not of the pool
 

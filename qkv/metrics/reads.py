@@ -1,15 +1,15 @@
 """How much of what attention reads is read as it was stored, and how much as it was before encoding.
 
 Takes: the chunk of every forward. Gives: the recorder's counts of (query, key) pairs. Does not know about: tensors.
-Raw tails, raw sinks and attention.reads=raw spare a key the quantizer's error: a score that mostly met such keys says little
-about the quantizer.
+A key that is read from a raw tail, from raw sink rows, or with attention.reads=raw carries no quantization error. So a score that
+mostly met such keys says little about the quantizer.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from qkv.layout import HeadFormat, KVFormat
+from qkv.layout import SIDES, HeadFormat, KVFormat
 from qkv.metrics.recorder import Recorder
 
 
@@ -29,9 +29,9 @@ class CountReads:
         """formats: per layer. A pair counts in K and in V, and in every kv head of every layer alike."""
         self._recorder, self._block_size, self._raw = recorder, block_size, reads == "raw"
         heads: Counter[_Kind] = Counter()
-        for part in (part for layer in formats for part in layer):
-            for side in (part.k, part.v):
-                heads[_kind(side)] += len(part.heads)
+        for r in (r for layer in formats for r in layer):
+            for side in SIDES:
+                heads[_kind(r.of(side))] += len(r.heads)
         self._shares = [(kind, count / heads.total()) for kind, count in heads.items()]
 
     def __call__(self, start: int, end: int) -> None:
@@ -42,14 +42,18 @@ class CountReads:
 
     def _stored(self, kind: _Kind, start: int, end: int) -> int:
         """Pairs whose key was read as stored."""
-        (tail, sinks), B = kind, self._block_size
+        (tail, sink_tokens), B = kind, self._block_size
         if tail is None:
-            return (end - start) * max(0, start - sinks) if self._raw else _sum(max(start - sinks, 0) + 1, end - sinks)
+            return (
+                (end - start) * max(0, start - sink_tokens)
+                if self._raw
+                else _sum(max(start - sink_tokens, 0) + 1, end - sink_tokens)
+            )
         total = 0
         for block in range(start // B, -(-end // B)):
             queries = min(end, (block + 1) * B) - max(start, block * B)
             encoded = (block - tail) * B
-            total += queries * max(0, (min(encoded, start) if self._raw else encoded) - sinks)
+            total += queries * max(0, (min(encoded, start) if self._raw else encoded) - sink_tokens)
         return total
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from qkv.engine import Engine
+from qkv.layout import SIDES
 from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
 from qkv.types import Request
@@ -74,19 +75,16 @@ def pieces(engine: Engine, request: Request, layers: Iterable[int]) -> list[byte
     out = []
     for layer in layers:
         for p in engine._parts.store.planes(layer):
-            for fmt, planes, tail, sink in (
-                (p.k_format, (p.k_codes, p.k_scale, p.k_zero), p.k_tail, p.k_sink),
-                (p.v_format, (p.v_codes, p.v_scale, p.v_zero), p.v_tail, p.v_sink),
-            ):
-                for plane in (x for x in planes if x is not None):
-                    if fmt.unit == "block":
-                        out += list(plane[table[:full]])
+            for plane in map(p.of, SIDES):
+                for pool in plane.pool:
+                    if plane.fmt.unit == "block":
+                        out += list(pool[table[:full]])
                     else:
-                        out += list(plane[table[tokens // B], :, tokens % B])
-                if sink is not None:
-                    out.append(sink[request.sink_slot][:, : min(n, fmt.sink_tokens)])
-                if tail is not None:
-                    out.append(tail[request.tail_slot][:, open_rows % tail.shape[2]])
+                        out += list(pool[table[tokens // B], :, tokens % B])
+                if plane.sink is not None:
+                    out.append(plane.sink[request.sink_slot][:, : min(n, plane.fmt.sink_tokens)])
+                if plane.tail is not None:
+                    out.append(plane.tail[request.tail_slot][:, open_rows % plane.tail.shape[2]])
     return [x.contiguous().view(torch.uint8).numpy().tobytes() for x in out]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from qkv.layout import HeadFormat, KVFormat
+from qkv.layout import SIDES, HeadFormat, KVFormat
 from qkv.metrics.reads import CountReads
 from qkv.metrics.recorder import Recorder
 from qkv.policies.evictor.base import EVICTORS
@@ -194,9 +194,10 @@ def final_pieces(engine: Any, request: Request) -> dict[Any, bytes]:
     B, n = engine.scheduler.manager.block_size, request.num_computed
     out = {}
     for i, hp in enumerate(engine._parts.store.planes(1)):
-        for side, fmt in (("k", hp.k_format), ("v", hp.v_format)):
+        for side in SIDES:
+            fmt = hp.of(side).fmt
             for kind in ("codes", "scale", "zero"):
-                plane = getattr(hp, f"{side}_{kind}")
+                plane = getattr(hp.of(side), kind)
                 if plane is None:
                     continue
                 for t in range(n // B if fmt.unit == "block" else n):

@@ -20,7 +20,7 @@ from experiments.measuring.divergence import Accuracy
 from experiments.studies.drift import judge
 from qkv.engine import Engine
 from qkv.errors import ScaleError
-from qkv.layout import LayerShape
+from qkv.layout import SIDES, LayerShape
 from qkv.models import load_model
 from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
@@ -282,7 +282,7 @@ def test_squared_error_without_sinks_would_wreck_them() -> None:
         collector = Collector(FULL, sink_tokens)
         collector(0, x, x, x)
         fixed = search.bound(int4, search.tensors(int4, collector.stats, [layer], "mse", 100.0), [layer])
-        return float(fixed.decode_k(fixed.encode_k(x[:1], 0), 0, torch.float32).amin())
+        return float(fixed.decode(fixed.encode(x[:1], "k", 0), "k", 0, torch.float32).amin())
 
     assert largest_kept(1) > 19
     assert largest_kept(0) < 18
@@ -313,7 +313,7 @@ def test_output_errors_are_those_of_attention() -> None:
         wide = (t.repeat_interleave(2, 1).transpose(0, 1) for t in (keys, values))
         return torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), *wide, attn_mask=mask, scale=0.5)
 
-    stored = int8.decode_k(int8.encode_k(k, 0), 0, torch.float32), int8.decode_v(int8.encode_v(v, 0), 0, torch.float32)
+    stored = [int8.decode(int8.encode(x, side, 0), side, 0, torch.float32) for side, x in zip(SIDES, (k, v), strict=True)]
     error = (attention(*stored) - attention(k, v)).square().unflatten(0, (2, 2)).sum((1, 2, 3))
     torch.testing.assert_close(seen.errors[0][0], error.double(), rtol=1e-3, atol=0)
     assert seen.relative(0).shape == (1, 2)

@@ -237,7 +237,7 @@ def test_values_of_1e5_are_calibrated_and_those_that_are_not_finite_are_refused(
             fixed = search.bound(quantizer, scales, shapes)
             k = torch.zeros(2, 2, 16)
             k[0, 0, 3] = 1e5
-            assert fixed.decode_k(fixed.encode_k(k, 0), 0, torch.float32).isfinite().all()
+            assert fixed.decode(fixed.encode(k, "k", 0), "k", 0, torch.float32).isfinite().all()
     with torch.no_grad():
         model.model.layers[2].self_attn.v_proj.weight[0, 0] = torch.nan
     with Engine.create(model, num_blocks=16) as engine, pytest.raises(ScaleError, match=r"layer 2: .*not finite"):

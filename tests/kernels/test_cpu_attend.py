@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.attention.cpu import CpuBackend
-from qkv.layout import HeadFormat, LayerShape
+from qkv.layout import Codes, HeadFormat, LayerShape, Side
 from qkv.policies.quantizer.none import NoneQuantizer
 from qkv_kernels import cpu
 from qkv_kernels.format import KVFormat
@@ -48,8 +48,7 @@ def check(paged: Paged, outs: list[torch.Tensor]) -> None:
 def stored_bytes(paged: Paged) -> list[torch.Tensor]:
     """Of pages, tails and sinks."""
     p = paged.store.planes(0)[0]
-    raw = (t for t in (p.k_tail, p.v_tail, p.k_sink, p.v_sink) if t is not None)
-    return [t.view(torch.uint8) for t in (*p.tensors, *raw)]
+    return [t.view(torch.uint8) for t in (*p.tensors, *p.k.raw, *p.v.raw)]
 
 
 @pytest.mark.parametrize(("isa", "compute"), PAIRS)
@@ -225,7 +224,7 @@ def test_head_ranges_of_different_formats_share_a_layer() -> None:
         def statics(self, layer: int) -> list:
             return super().statics(layer) * 2
 
-    ours = paged(LayerShape(index=0, H=3, Hq=6, Dk=16, Dv=16, scaling=0.25, sinks=True), Mixed(), [45])
+    ours = paged(LayerShape(index=0, H=3, Hq=6, Dk=16, Dv=16, scaling=0.25, sink_logits=True), Mixed(), [45])
     check(ours, ours.run([{0: 30}, {0: 15}]))
 
 
@@ -233,15 +232,15 @@ def test_a_custom_encode_runs_in_python_and_is_read_by_the_kernels() -> None:
     class Halved(Stored):
         encode_rule = "custom"
 
-        def encode_k(self, x: torch.Tensor, layer: int, part: int = 0) -> object:  # type: ignore[override]
-            return super().encode_k(x / 2, layer, part)
+        def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:
+            return super().encode(x / 2 if side == "k" else x, side, layer, range_index)
 
     fmt = FORMATS["int8-token-none"]
     ours, plain = (paged(shape(), kind(fmt, fmt), [45]) for kind in (Halved, Stored))
     check(ours, ours.run([{0: 30}, {0: 15}]))
     plain.run([{0: 45}])
     block = ours.tables[0][0]
-    torch.testing.assert_close(ours.store.planes(0)[0].k_scale[block] * 2, plain.store.planes(0)[0].k_scale[block])
+    torch.testing.assert_close(ours.store.planes(0)[0].k.scale[block] * 2, plain.store.planes(0)[0].k.scale[block])
 
 
 def test_a_call_of_nothing_but_padding_returns_zeros_and_writes_nothing() -> None:

@@ -104,7 +104,7 @@ def attend(
     query_start: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
-    sinks: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
     formats: list[int],
     scaling: float,
     window: int | None = None,
@@ -124,6 +124,6 @@ def attend(
     block size; slower in prefill. Returns [T, Hq, Dv] in q's dtype, zeros for padding rows.
     """
     return torch.ops.qkv_cpu.attend(
-        q, k, v, planes, block_table, query_start, slots, positions, tail_slots, sink_slots, sinks, formats, scaling, window or 0,
-        softcap or 0.0, store, deterministic, isa,
+        q, k, v, planes, block_table, query_start, slots, positions, tail_slots, sink_slots, sink_logits, formats, scaling,
+        window or 0, softcap or 0.0, store, deterministic, isa,
     )  # fmt: skip

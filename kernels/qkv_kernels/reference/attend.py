@@ -3,7 +3,7 @@
 Takes: queries, the pool planes of K and V of one head range, block tables. Gives: attention output.
 Does not know about: layers, quantizers, how rows were encoded or written.
 
-Legend: T rows · R requests of one group · t rows per request in the group · m blocks · B block size · S = m * B keys ·
+Legend: T rows · R requests of one cohort · t rows of each · m blocks · B block size · S = m * B keys ·
 H kv heads · Hq query heads · G = Hq / H · D head dim.
 """
 
@@ -14,21 +14,21 @@ import torch
 
 from qkv_kernels.reference import codec
 from qkv_kernels.reference.hadamard import hadamard
-from qkv_kernels.reference.overlay import Rows, Side, runs
+from qkv_kernels.reference.overlay import Rows, Seen, runs
 from qkv_kernels.reference.planes import Plane
 
-GROUP_ELEMENTS = 2**20  # decodes are batched up to this many elements of padded K: 4 MB stay in a CPU's cache
+COHORT_ELEMENTS = 2**20  # decodes are batched up to this many elements of padded K: 4 MB stay in a CPU's cache
 QUERY_ROWS = 64  # rows of a prefill chunk scored at a time: bounds memory, and skips keys no row of them sees
 TILE_Q, TILE_K = 16, 64  # tiles of the deterministic path
 
 
 class Rule(NamedTuple):
-    """How one layer attends. window: a query at p sees keys k with p - k < window. sinks [Hq]: one more logit per head."""
+    """How one layer attends. window: a query at p sees keys k with p - k < window. sink_logits [Hq]: one more logit per head."""
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    sink_logits: torch.Tensor | None = None
 
 
 def attend(
@@ -59,23 +59,23 @@ def attend(
         queries = hadamard(queries)
     out = q.new_zeros(T, Hq, v.fmt.unpacked_dim(v.codes.shape[-1]))
     core = _tiled if deterministic else _dense
-    for group in groups(query_start, seq_lens, num_decodes, H * q.shape[-1]):
-        q_pos = positions[group.rows].view(group.R, group.t)
+    for cohort in cohorts(query_start, seq_lens, num_decodes, H * q.shape[-1]):
+        q_pos = positions[cohort.rows].view(cohort.R, cohort.t)
         keys, values, k_pos = _read(
-            k, v, block_table[group.requests], q_pos, max(seq_lens[group.requests]), rule.window, queries.dtype, deterministic
+            k, v, block_table[cohort.requests], q_pos, max(seq_lens[cohort.requests]), rule.window, queries.dtype, deterministic
         )
-        some, results = queries[group.rows].unflatten(0, q_pos.shape), []
-        for run in _runs(keys, values, k, v, rows, group, q_pos, k_pos):
+        some, results = queries[cohort.rows].unflatten(0, q_pos.shape), []
+        for run in _runs(keys, values, k, v, rows, cohort, q_pos, k_pos):
             results.append(core(some[:, run], keys, values, q_pos[:, run], k_pos, rule))
         result = torch.cat(results, 1)
         if v.fmt.rotate:  # weighted sums of rotated values, rotated back once
             result = hadamard(result)
-        out[group.rows] = result.flatten(2, 3).flatten(0, 1).to(q.dtype)
+        out[cohort.rows] = result.flatten(2, 3).flatten(0, 1).to(q.dtype)
     return out
 
 
-class Group(NamedTuple):
-    """Requests worked on together: R requests of t rows each."""
+class Cohort(NamedTuple):
+    """Requests of a call that are worked on together: R requests of t rows each."""
 
     requests: slice
     rows: slice
@@ -83,14 +83,14 @@ class Group(NamedTuple):
     t: int
 
 
-def groups(query_start: list[int], seq_lens: list[int], num_decodes: int, width: int) -> Iterator[Group]:
-    """Decodes by the batch, prefill chunks one by one."""
-    step = max(1, GROUP_ELEMENTS // (width * max(seq_lens[:num_decodes], default=1)))
+def cohorts(query_start: list[int], seq_lens: list[int], num_decodes: int, width: int) -> Iterator[Cohort]:
+    """The cohorts of a call: decodes by the batch, prefill chunks one by one. width: elements of K per key that one row reads."""
+    step = max(1, COHORT_ELEMENTS // (width * max(seq_lens[:num_decodes], default=1)))
     starts = list(range(0, num_decodes, step)) + list(range(num_decodes, len(seq_lens)))
     for first, last in zip(starts, [*starts[1:], len(seq_lens)], strict=False):
         rows = slice(query_start[first], query_start[last])
         if rows.stop > rows.start:
-            yield Group(slice(first, last), rows, last - first, (rows.stop - rows.start) // (last - first))
+            yield Cohort(slice(first, last), rows, last - first, (rows.stop - rows.start) // (last - first))
 
 
 def _runs(
@@ -99,19 +99,19 @@ def _runs(
     k: Plane,
     v: Plane,
     rows: Rows | None,
-    group: Group,
+    cohort: Cohort,
     q_pos: torch.Tensor,
     k_pos: torch.Tensor,
 ) -> Iterator[slice]:
-    """Which of the group's rows to attend with together, with keys and values as those rows see them meanwhile."""
+    """Slices of the cohort's rows to attend with, one after the other; meanwhile keys and values hold what those rows see."""
     if rows is None:
-        return iter([slice(0, group.t)])
-    sides = [
-        Side(stored, plane, new[group.rows].unflatten(0, q_pos.shape))
+        return iter([slice(0, cohort.t)])
+    both = [
+        Seen(stored, plane, new[cohort.rows].unflatten(0, q_pos.shape))
         for stored, plane, new in ((keys, k, rows.k), (values, v, rows.v))
     ]
-    slots = [None if s is None else s[group.requests] for s in (rows.tail_slots, rows.sink_slots)]
-    return runs(sides, q_pos, k_pos, rows.raw, *slots)
+    slots = [None if s is None else s[cohort.requests] for s in (rows.tail_slots, rows.sink_slots)]
+    return runs(both, q_pos, k_pos, rows.raw, *slots)
 
 
 def _read(
@@ -190,9 +190,9 @@ def _dense(
         n, S = some.shape[1], high - low
         scores = _logits(some.permute(0, 2, 3, 1, 4).reshape(R, H, G * n, D), K, rule).view(R, H, G, n, S)
         scores.masked_fill_(~seen[:, None, None], -torch.inf)
-        if rule.sinks is not None:
-            sinks = rule.sinks.to(scores.dtype).view(1, H, G, 1, 1).expand(R, H, G, n, 1)
-            scores = torch.cat([scores, sinks], -1)
+        if rule.sink_logits is not None:
+            sink = rule.sink_logits.to(scores.dtype).view(1, H, G, 1, 1).expand(R, H, G, n, 1)
+            scores = torch.cat([scores, sink], -1)
         weights = scores.softmax(-1)[..., :S].reshape(R, H, G * n, S)
         outs.append((weights @ V).view(R, H, G, n, -1).permute(0, 3, 1, 2, 4))
     return torch.cat(outs, 1)
@@ -214,11 +214,11 @@ def _tiled(
     rows = torch.nn.functional.pad(q.transpose(2, 3).flatten(1, 2), (0, 0, 0, 0, 0, pad))  # [R, t * G + pad, H, D]
     rows = rows.view(R * tiles, TILE_Q, H, D).transpose(1, 2).contiguous()
     pos = torch.nn.functional.pad(q_pos.repeat_interleave(G, 1), (0, pad)).view(R * tiles, TILE_Q)
-    if rule.sinks is None:
+    if rule.sink_logits is None:
         best, total = rows.new_full((R * tiles, H, TILE_Q, 1), torch.finfo(rows.dtype).min), rows.new_zeros(1)
     else:
         heads = torch.arange(t * G + pad, device=q.device).remainder(G).repeat(R).view(R * tiles, TILE_Q)
-        best = rule.sinks.to(rows.dtype).view(H, G)[:, heads].transpose(0, 1).unsqueeze(-1).contiguous()
+        best = rule.sink_logits.to(rows.dtype).view(H, G)[:, heads].transpose(0, 1).unsqueeze(-1).contiguous()
         total = rows.new_ones(1)
     out = rows.new_zeros(1)
     for start in range(0, keys.shape[2], TILE_K):

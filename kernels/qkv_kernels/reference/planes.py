@@ -24,3 +24,13 @@ class Plane(NamedTuple):
     static_zero: torch.Tensor | None = None
     tail: torch.Tensor | None = None
     sink: torch.Tensor | None = None
+
+    @property
+    def pool(self) -> list[torch.Tensor]:
+        """The planes of blocks that exist: codes, then scales and zeros."""
+        return [t for t in (self.codes, self.scale, self.zero) if t is not None]
+
+    @property
+    def raw(self) -> list[torch.Tensor]:
+        """The raw rows that exist: the tail, then the sink rows."""
+        return [t for t in (self.tail, self.sink) if t is not None]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qkv.layout import Codes, HeadFormat, KVFormat, LayerShape
+from qkv.layout import Codes, HeadFormat, KVFormat, LayerShape, Side
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile
 from qkv.validate import require
@@ -34,17 +34,14 @@ class Template(Quantizer):
     def formats(self, layer: int) -> list[HeadFormat]:
         return [HeadFormat(range(self._layers[layer].H), FORMAT, FORMAT)]
 
-    def encode_k(self, x: torch.Tensor, layer: int, part: int = 0) -> Codes:
+    def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:
         """x [T, H, D] -> data [T, H, D] int8, scale [T, H] float16. Row i may depend on x[i] only."""
         x = x.float()
         scale = (x.abs().amax(-1) * self.clip / 127).clamp(2**-24, 65504).half()  # codes are computed from it as stored
         return Codes((x / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale)
 
-    def decode_k(self, codes: Codes, layer: int, dtype: torch.dtype, part: int = 0) -> torch.Tensor:
+    def decode(self, codes: Codes, side: Side, layer: int, dtype: torch.dtype, range_index: int = 0) -> torch.Tensor:
         assert codes.scale is not None
         wide, limit = torch.promote_types(dtype, torch.float32), torch.finfo(dtype).max
         x = codes.data.to(wide) * codes.scale.to(wide)[..., None]
         return x.clamp(-limit, limit).to(dtype)  # the rounded scale may reach a little further than float16 does
-
-    encode_v = encode_k
-    decode_v = decode_k

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from qkv.layout import Codes, HeadFormat, LayerShape, Statics
+from qkv.layout import Codes, HeadFormat, HeadStatics, LayerShape, Side
 from qkv.registry import Registry
 from qkv.scales import ScaleFile
 
@@ -25,52 +25,63 @@ class Quantizer(ABC):
     """
 
     name: ClassVar[str]
-    # "custom": encode_k and encode_v run in Python. Otherwise kernels may encode, by the rule that each format implies:
+    # "custom": encode runs in Python. Otherwise kernels may encode, by the rule that each format implies:
     # raw, static where the scale is static, else absmax (zero "none") or minmax. The name says which rule is the main one.
     encode_rule: ClassVar[Literal["absmax", "minmax", "static", "custom"]]
     needs_scales: ClassVar[bool] = False  # True: bind() fails without a scale file
 
     def bind(self, layers: list[LayerShape], scales: ScaleFile | None, dtype: torch.dtype, device: torch.device) -> None:
-        """Called once, before the pool is allocated. dtype is the model's compute dtype. Raises ScaleError."""
+        """The engine calls it once, before it allocates the pool: layers are the attention layers of the model, in order.
+
+        scales: what the user gave, checked; None without a file. dtype: the model's compute dtype. Raises ScaleError.
+        """
 
     @abstractmethod
     def formats(self, layer: int) -> list[HeadFormat]:
-        """Formats of a layer (index into the bound layers): one entry normally, several for protected or mixed heads."""
+        """Formats of a layer (position among the bound layers): one entry normally, several for protected or mixed heads.
 
-    def statics(self, layer: int) -> list[Statics]:
-        """Static scales and zeros, one entry per entry of formats(layer)."""
-        return [Statics() for _ in self.formats(layer)]
+        The engine calls it after bind, to size and allocate the pool and to choose a backend; the answer never changes.
+        """
 
-    @abstractmethod
-    def encode_k(self, x: torch.Tensor, layer: int, part: int = 0) -> Codes:
-        """K rows [T, H, Dk] of head range `part` -> codes. Pure."""
-
-    @abstractmethod
-    def encode_v(self, x: torch.Tensor, layer: int, part: int = 0) -> Codes:
-        """V rows [T, H, Dv] of head range `part` -> codes. Pure."""
+    def statics(self, layer: int) -> list[HeadStatics]:
+        """Static scales and zeros, one entry per entry of formats(layer). The backend reads them once, when it is bound."""
+        return [HeadStatics() for _ in self.formats(layer)]
 
     @abstractmethod
-    def decode_k(self, codes: Codes, layer: int, dtype: torch.dtype, part: int = 0) -> torch.Tensor:
-        """Codes -> [T, H, Dk]."""
+    def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:
+        """Rows of one head range -> codes. Pure.
+
+        The backend calls it in every step for K and for V, before it attends: with x [T, H, D] the T new tokens of a packed
+        batch, or, for formats whose unit is "block", x [n, B, H, D] the n blocks that the step completes. A backend whose kernels
+        encode themselves calls it only where encode_rule is "custom". Calibration calls it to judge ranges. H are the heads of
+        formats(layer)[range_index].
+        """
 
     @abstractmethod
-    def decode_v(self, codes: Codes, layer: int, dtype: torch.dtype, part: int = 0) -> torch.Tensor:
-        """Codes -> [T, H, Dv]."""
+    def decode(self, codes: Codes, side: Side, layer: int, dtype: torch.dtype, range_index: int = 0) -> torch.Tensor:
+        """What encode gave -> values of encode's shape, in dtype. Calibration calls it, and tests: kernels read by format."""
 
     def observers(self) -> frozenset[str]:
-        """Statistics that calibration must collect for this quantizer, e.g. {"k_channel_absmax"}; empty if none."""
+        """Names of the statistics that calibration must collect for this quantizer: a side and a kind, as in "k_channel_absmax".
+
+        Calibration calls it before it runs the first document, on a quantizer that is not bound. Empty: it needs none.
+        """
         return frozenset()
 
     def tensors_from_stats(self, stats: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Statistics collected by calibration, {layer index: {name in observers(): tensor}}, to the tensors of a ScaleFile."""
+        """Statistics, {layer index: {name in observers(): tensor}}, to the tensors of a ScaleFile.
+
+        Calibration calls it once it has run all documents, on a quantizer that is not bound.
+        """
         return {}
 
     def warnings(self) -> list[str]:
-        """What a record must say about the bound quantizer, e.g. that its scales were not calibrated."""
+        """What a record must say about the bound quantizer, e.g. that its scales were not calibrated. The engine asks once."""
         return []
 
     def fingerprint(self) -> str:
-        """Identity of the stored bytes beyond the formats: goes into the prefix cache's root and host blocks."""
+        """Identity of the stored bytes beyond the formats. The engine puts it into the root of the prefix cache's hash chain and
+        into the store, so that blocks of one quantizer are never read by another."""
         return repr(self)
 
 

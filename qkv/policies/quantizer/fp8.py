@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from qkv.layout import HeadFormat, KVFormat, LayerShape, Statics
+from qkv.layout import SIDES, HeadFormat, HeadStatics, KVFormat, LayerShape, Statics
 from qkv.policies.quantizer._affine import AffineQuantizer
 from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
@@ -29,11 +29,10 @@ class Fp8Quantizer(AffineQuantizer):
         super().bind(layers, scales, dtype, device)
         self._uncalibrated = scales is None
         for i, layer in enumerate(layers):
-            k, v = (
-                torch.ones(layer.H) if scales is None else scales.tensor(layer, kind, (layer.H,))
-                for kind in ("k_scale", "v_scale")
+            found = (
+                torch.ones(layer.H) if scales is None else scales.tensor(layer, f"{side}_scale", (layer.H,)) for side in SIDES
             )
-            self._statics[i] = Statics(k_scale=k.to(device), v_scale=v.to(device))
+            self._statics[i] = HeadStatics(*(Statics(scale.to(device)) for scale in found))
         for warning in self.warnings():
             logging.getLogger(__name__).warning(warning)
 
@@ -47,14 +46,14 @@ class Fp8Quantizer(AffineQuantizer):
         return self.whole(layer, head, head)
 
     def observers(self) -> frozenset[str]:
-        return frozenset({"k_head_absmax", "v_head_absmax"})
+        return frozenset(f"{side}_head_absmax" for side in SIDES)
 
     def tensors_from_stats(self, stats: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         largest = torch.finfo(self._storage).max
         return {
             f"layers.{i}.{side}_scale": (s[f"{side}_head_absmax"].float() / largest).clamp(min=2.0**-24)
             for i, s in stats.items()
-            for side in ("k", "v")
+            for side in SIDES
         }
 
     @property

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 
 from qkv.errors import ScaleError
-from qkv.layout import HeadFormat, KVFormat, LayerShape, Statics
+from qkv.layout import HeadFormat, HeadStatics, KVFormat, LayerShape, Statics
 from qkv.policies.quantizer._affine import AffineQuantizer
 from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
@@ -40,7 +40,7 @@ class Int4Quantizer(AffineQuantizer):
             )
         for i, layer in enumerate(layers):
             scale, zero = (scales.tensor(layer, kind, (layer.H, layer.Dk)).to(device) for kind in ("k_scale", "k_zero"))
-            self._statics[i] = Statics(k_scale=scale, k_zero=zero)
+            self._statics[i] = HeadStatics(k=Statics(scale, zero))
 
     def formats(self, layer: int) -> list[HeadFormat]:
         group = math.gcd(self.group, self._layers[layer].Dv)

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 
 from qkv.errors import ScaleError
-from qkv.layout import HeadFormat, KVFormat, LayerShape, Statics
+from qkv.layout import HeadFormat, HeadStatics, KVFormat, LayerShape, Statics
 from qkv.policies.quantizer._affine import AffineQuantizer
 from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
@@ -42,7 +42,7 @@ class Int8Quantizer(AffineQuantizer):
         for i, layer in enumerate(layers):
             shape = (layer.H, layer.Dk)
             zero = scales.tensor(layer, "k_zero", shape).to(device) if self.zero_point else None
-            self._statics[i] = Statics(k_scale=scales.tensor(layer, "k_scale", shape).to(device), k_zero=zero)
+            self._statics[i] = HeadStatics(k=Statics(scales.tensor(layer, "k_scale", shape).to(device), zero))
 
     def formats(self, layer: int) -> list[HeadFormat]:
         zero: Literal["float", "none"] = "float" if self.zero_point else "none"

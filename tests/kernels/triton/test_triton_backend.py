@@ -75,7 +75,7 @@ def test_modes_of_the_reference_only_are_declined() -> None:
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 def test_mixed_steps_store_the_same_bytes_and_attend_to_them(quantizer: object) -> None:
-    layer = shape(H=2, G=3, Dk=24, Dv=64, window=31, sinks=True)
+    layer = shape(H=2, G=3, Dk=24, Dv=64, window=31, sink_logits=True)
     fused, reference = (Paged(layer, quantizer, [37, 5, 70], backend=b) for b in (TritonBackend(), None))
     schedule = [{0: 33}, {1: 1, 0: 1, 2: 40}, {0: 1, 2: 1, 1: 2}]
     for got, want in zip(fused.run(schedule), reference.run(schedule), strict=True):
