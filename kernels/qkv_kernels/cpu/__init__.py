@@ -105,7 +105,7 @@ def format_numbers(fmt: KVFormat) -> list[int]:
 
 
 def expand(plane: Plane, D: int) -> list[torch.Tensor]:
-    """A PlaneTensors of K or V, whose head dim is D, as the list that the operator takes: without elements where there is no tensor."""
+    """A PlaneTensors of K or V, whose head dim is D, as the list that the operator takes: an absent tensor has no elements."""
     H = plane.codes.shape[1]
     head = channel = fixed_zero = None
     if plane.fmt.scale in STATIC_SCALES and plane.static_scale is not None:
