@@ -6,9 +6,11 @@
 
 namespace qkv {
 
-enum Code : int64_t { F32, BF16, F16, E4M3, E5M2, I8, I4, I3, I2 };          // of a pool's codes; the first three also of q, k, v
-enum Scale : int64_t { UNSCALED, TENSOR, HEAD, CHANNEL, TOKEN, GROUP, BLOCK_CHANNEL };  // who shares a scale; from TOKEN on in the pool
-enum Zero : int64_t { NO_ZERO, CODE_ZERO, FLOAT_ZERO };                      // (code - zero) * scale | code * scale + zero
+enum Code : int64_t { F32, BF16, F16, E4M3, E5M2, I8, I4, I3, I2 };  // of a pool's codes; the first three also of q, k, v
+static_assert(I3 == I4 + 1 && I2 == I4 + 2, "the number of bits is told from the code");
+// Who shares a scale. From TOKEN on, scales lie in the pool; before it, they are parameters of the quantizer.
+enum Scale : int64_t { UNSCALED, TENSOR, HEAD, CHANNEL, TOKEN, GROUP, BLOCK_CHANNEL };
+enum Zero : int64_t { NO_ZERO, CODE_ZERO, FLOAT_ZERO };  // (code - zero) * scale | code * scale + zero
 
 constexpr int TILE = 64;       // keys scored together; tiles are counted from position 0
 constexpr int CHUNK = 512;     // keys of one unit of work, counted from position 0: never depends on threads or batch
@@ -51,14 +53,14 @@ struct Call {
   Rows q, k, v, out;
   Plane K, V;
   int T, R, H, G, B;
-  const int32_t* table;  // [R, M]
-  int64_t table_stride;  // elements
+  const int32_t* table;   // [R, M]
+  int64_t table_stride;   // elements
   const int32_t* starts;  // [R + 1] row where each request begins
   const int64_t *slots, *positions;
   const int64_t *tail_slots, *sink_slots;  // [R], or null
-  float scaling, softcap;  // softcap 0: none
-  int window;              // 0: none
-  const float* sinks;      // [H * G] or null
+  float scaling, softcap;                  // softcap 0: none
+  int window;                              // 0: none
+  const float* sink_logits;                // [H * G] or null
 };
 
 struct Segment {  // keys [first, last) of which K, and likewise V, is read as codes or as raw rows
@@ -73,13 +75,13 @@ struct Unit {  // one row's attention to keys [first, last), a part of one chunk
   float* part;  // [(h1 - h0) * G][2 + Dv]: maximum, sum, unnormalised output; base 2
 };
 
-struct Block {  // query rows [r0, r1) of one request and one kv head, attending to all their keys; of one block where formats have tails
+// Query rows [r0, r1) of one request and one kv head, attending to all their keys; rows of one block where formats have tails.
+struct Block {
   int r0, r1, request, h, count;
   Segment segments[MAX_SEGMENTS];  // count of them
 };
 
 struct Kernels {
-  const char* name;
   void (*append)(const Call&, int row0, int row1);
   void (*complete)(const Call&, int request, int block, int h);
   void (*decode)(const Call&, const Unit&);

@@ -3,7 +3,17 @@
 // All kv heads of a tile are walked together, so that a page is read whole. A row's result depends on its own keys and on
 // nothing else, to the bit: tiles and chunks are counted from position 0.
 #pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "args.h"
 #include "fold.h"
+#include "pages.h"
+#include "rows.h"
+#include "tiles.h"
+#include "vec.h"
+#include "weights.h"
 
 namespace qkv {
 namespace {
@@ -17,8 +27,7 @@ void decode(const Call& call, const Unit& u) {
   const int k_stride = (K.D + 15) & ~15, v_stride = (V.D + 15) & ~15, groups = plan.v_groups ? V.D / V.group : 1;
   const int k_groups = plan.k_groups ? K.D / K.group : 0;
   const int stride = (K.D + VL - 1) / VL * VL;  // of q as floats
-  arena.reset(size_t(n) * (q_bytes + floats * 4 + sizeof(Query) + stride * 4 + groups * sizeof(VF) + (1 + k_groups) * 4) + 2 * sizeof(Tile) + 2 * sizeof(GroupScales) +
-              (8 + MAX_GROUP * (1 + groups)) * TILE * 4 + (TILE * (k_stride + v_stride) + 2 * VL) * 4 + 4096);
+  arena.reset();
   char* q = arena.take<char>(n * q_bytes);
   float* acc = arena.take<float>(n * floats);
   Query* query = arena.take<Query>(n);
@@ -69,11 +78,12 @@ void decode(const Call& call, const Unit& u) {
       const Ahead values{tile.v, h * V.head, V.row_bytes()};
       if (plan.k_blocks)
         score_blocks(c, plan.key, tile, h, plain + i * stride, values, q, x);
-      else if (plan.k_groups)
-        load_groups(K, tile, h, *k_group), score_groups(c, plan.key, tile, h, q + i * q_bytes, q_factor + i, q_sums + i * k_groups, values, *k_group, x);
-      else
-        plan.key.score(plan.k_rows ? k_to : tile.k, values, plan.k_rows ? 0 : h * K.head,
-                       q + i * q_bytes, c.G, K.D, tile.t0 & ~3, (tile.t1 + 3) & ~3, x);
+      else if (plan.k_groups) {
+        load_groups(K, tile, h, *k_group);
+        score_groups(c, plan.key, tile, h, q + i * q_bytes, q_factor + i, q_sums + i * k_groups, values, *k_group, x);
+      } else
+        plan.key.score(plan.k_rows ? k_to : tile.k, values, plan.k_rows ? 0 : h * K.head, q + i * q_bytes, c.G, K.D, tile.t0 & ~3,
+                       (tile.t1 + 3) & ~3, x);
       if (plan.v_groups) load_groups(V, tile, h, *v_group);
       for (int g = 0; g < c.G; g++) {
         char* p = packed + g * TILE * plan.value.bytes;
@@ -87,8 +97,8 @@ void decode(const Call& call, const Unit& u) {
       const bool last = h + 1 == u.h1;
       const Ahead keys{last ? then->k : tile.k, (last ? u.h0 : h + 1) * K.head, (last && !more) ? 0 : K.row_bytes()};
       const auto accumulate = plan.v_groups ? plan.value.accumulate_groups : plan.value.accumulate;
-      accumulate(plan.v_rows ? v_to : tile.v, keys, plan.v_rows ? 0 : h * V.head,
-                 packed, c.G, V.D, tile.t0 & ~1, (tile.t1 + 1) & ~1, factor, fade, acc + i * floats, V.group);
+      accumulate(plan.v_rows ? v_to : tile.v, keys, plan.v_rows ? 0 : h * V.head, packed, c.G, V.D, tile.t0 & ~1,
+                 (tile.t1 + 1) & ~1, factor, fade, acc + i * floats, V.group);
     }
     Tile* t = now;
     now = then, then = t;
@@ -111,7 +121,7 @@ void merge(const Call& c, int row, int h, const float* const* parts, int64_t cou
   float out[D];
   for (int g = 0; g < c.G; g++) {
     const int64_t at = int64_t(g) * (2 + D);
-    const float sink = c.sinks ? c.sinks[h * c.G + g] * LOG2E : LOWEST;
+    const float sink = c.sink_logits ? c.sink_logits[h * c.G + g] * LOG2E : LOWEST;
     float best = sink, total = 0.f;
     for (int64_t i = 0; i < count; i++) best = parts[i][at] > best ? parts[i][at] : best;
     for (int d = 0; d < D; d++) out[d] = 0.f;
@@ -120,7 +130,7 @@ void merge(const Call& c, int row, int h, const float* const* parts, int64_t cou
       total += w * parts[i][at + 1];
       for (int d = 0; d < D; d++) out[d] += w * parts[i][at + 2 + d];
     }
-    if (c.sinks) total += exp2v(splat(sink - best))[0];
+    if (c.sink_logits) total += exp2v(splat(sink - best))[0];
     for (int d = 0; d < D; d++) out[d] /= total;
     store_row(c.out, c.dtype, row, h * c.G + g, D, out);
   }

@@ -1,6 +1,13 @@
-// Scales that touch single codes, of groups of channels and of blocks: rows are dequantized with them, but for one query it is less
-// work to fold a block's K scales into q, a group's K scale into the sum of its products, and its V scale into the weights.
+// Scales that touch single codes, of groups of channels and of blocks: rows are dequantized with them, but for one query it is
+// less work to fold a block's K scales into q, a group's K scale into the sum of its products, and its V scale into the weights.
 #pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "args.h"
+#include "pages.h"
+#include "tiles.h"
+#include "vec.h"
 #include "weights.h"
 
 namespace qkv {
@@ -16,7 +23,7 @@ INLINE bool groups_fold(const Plane& p) {
 struct Plan {
   KeyOps key{};
   ValueOps value{};
-  bool k_rows, v_rows;                                         // whether rows are dequantized first
+  bool k_rows, v_rows;                                        // whether rows are dequantized first
   bool k_blocks = false, k_groups = false, v_groups = false;  // whether scales of blocks or groups are folded
   Plan(const Call& c, bool one_query) {
     const Plane &K = c.K, &V = c.V;
@@ -32,8 +39,10 @@ struct Plan {
   }
 };
 
-// Dots of the queries q [G][D rounded up to VL, zeros] of kv head h with the keys of a tile, the scales and zeros of each block folded into q: x [G][TILE].
-INLINE void score_blocks(const Call& c, const KeyOps& key, const Tile& tile, int h, const float* q, Ahead ahead, char* prepared, float* x) {
+// Dots of the queries q [G][D rounded up to VL, zeros] of kv head h with the keys of a tile, the scales and zeros of each block
+// folded into q: x [G][TILE].
+INLINE void score_blocks(const Call& c, const KeyOps& key, const Tile& tile, int h, const float* q, Ahead ahead, char* prepared,
+                         float* x) {
   const Plane& K = c.K;
   const int D = K.D, stride = (D + VL - 1) / VL * VL, bytes = key.bytes(D);
   float s[D + VL], z[D + VL], one[D + VL], factor[MAX_GROUP], bias[MAX_GROUP];
@@ -89,9 +98,10 @@ INLINE void score_groups(const Call& c, const KeyOps& key, const Tile& tile, int
     }
 }
 
-// Weights x [TILE] of one query head, times the scales of each group: packed [groups][G][TILE], factor [groups][G]; and their sums
-// with the groups' zeros, zero [groups] vectors.
-INLINE void weigh_groups(const Plane& V, const ValueOps& value, const GroupScales& s, const float* x, int G, float fade, char* packed, float* factor, VF* zero) {
+// Weights x [TILE] of one query head, times the scales of each group: packed [groups][G][TILE], factor [groups][G]; and their
+// sums with the groups' zeros, zero [groups] vectors.
+INLINE void weigh_groups(const Plane& V, const ValueOps& value, const GroupScales& s, const float* x, int G, float fade,
+                         char* packed, float* factor, VF* zero) {
   const int n = V.D / V.group;
   float scaled[TILE];
   for (int i = 0; i < n; i++) {
