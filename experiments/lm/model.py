@@ -19,7 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from experiments.lm import settings
-from experiments.lm.waves import Job, plans
+from experiments.lm.waves import Job, rounds
 from qkv.engine import Engine
 from qkv.errors import ConfigError, RequestError
 from qkv.types import SamplingParams
@@ -160,8 +160,8 @@ class QkvLM(TemplateLM):
                         self.cache_hook.add_partial("loglikelihood", requests[i][0], result)
 
         with self._bar(len(jobs), "log-likelihoods", disable_tqdm) as bar:
-            for plan in self._plans(list(jobs.values())):
-                for wave in plan:
+            for waves in self._rounds(list(jobs.values())):
+                for wave in waves:
                     score(wave)
                     bar.update(len(wave))
         return results
@@ -194,11 +194,11 @@ class QkvLM(TemplateLM):
                 self.cache_hook.add_partial("generate_until", requests[i].args, output.text)
 
         with self._bar(len(jobs), "generations", disable_tqdm) as bar:
-            for plan in self._plans(jobs):
-                for wave in plan[:-1]:  # only into the prefix cache: all are to be decoded together
+            for waves in self._rounds(jobs):
+                for wave in waves[:-1]:  # only into the prefix cache: all are to be decoded together
                     self.engine.generate([job.tokens for job in wave], SamplingParams(max_tokens=1, ignore_eos=True))
-                generate([job for wave in plan for job in wave])
-                bar.update(sum(map(len, plan)))
+                generate([job for wave in waves for job in wave])
+                bar.update(sum(map(len, waves)))
         return texts
 
     def _sampling(self, options: dict[str, Any], seed: int) -> SamplingParams:
@@ -227,8 +227,8 @@ class QkvLM(TemplateLM):
         self.truncated = Truncation(self.truncated.requests + 1, self.truncated.tokens + over)
         return tokens[over:]
 
-    def _plans(self, jobs: list[Job]) -> Iterator[list[list[Job]]]:
-        yield from plans(jobs, self.engine.scheduler.manager.block_size, self.engine.intake.pool_tokens)
+    def _rounds(self, jobs: list[Job]) -> Iterator[list[list[Job]]]:
+        yield from rounds(jobs, self.engine.scheduler.manager.block_size, self.engine.intake.pool_tokens)
         if self.truncated != self._reported:
             cut = [now - before for now, before in zip(self.truncated, self._reported, strict=True)]
             log.warning(f"{cut[0]} requests were longer than {self.max_length} tokens: their first {cut[1]} in all were left out")
