@@ -96,7 +96,7 @@ def _no_bar(*args: Any, **options: Any) -> Any:
 
 
 def configure(task: Any, settings: Settings) -> None:
-    """Do to a task what lm-eval's simple_evaluate does before it runs one. The generator of few-shot examples starts anew, so that
+    """Do to a task what lm-eval's simple_evaluate does before it runs one. The generator of few-shot examples starts anew, so
     every quantizer runs the task on the same prompts."""
     if settings.fewshot is not None and task.get_config("num_fewshot") != 0:
         task.set_config(key="num_fewshot", value=settings.fewshot)

@@ -119,8 +119,8 @@ class QkvLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts. A text is cut into windows of the model's length, and every token is predicted once, from
-        as many tokens before it as fit."""
+        """Log-likelihoods of whole texts. A text is cut into windows of the model's length, and every token is predicted once,
+        from as many tokens before it as fit."""
         windows, owners = [], []
         for i, (text,) in enumerate(request.args for request in requests):
             for pair in get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1):

@@ -1,5 +1,4 @@
-"""Compares a quantizer's scores with the baseline's on the same samples: makes a row's entry of a task, and lists the samples that
-flipped.
+"""Compares a quantizer's scores with the baseline's on the same samples: a task's entry in a row, and the samples that flipped.
 
 Takes: Scores of two runs. Gives: plain numbers, words and lists. Does not know about: engines, files.
 """
@@ -62,8 +61,8 @@ def against(base: Scores, other: Scores, seed: int, comparisons: int) -> tuple[d
 
 
 def flips(base: Scores, other: Scores, quantizer: str, task: str) -> list[dict[str, Any]]:
-    """The samples that only one of two runs answered rightly, the lost ones first. Empty for tasks with other scores than right and
-    wrong: those move a little on every sample, so a flip would say nothing."""
+    """The samples that only one of two runs answered rightly, the lost ones first. Empty for tasks with other scores than right
+    and wrong: those move a little on every sample, so a flip would say nothing."""
     if not (base.binary and other.binary):
         return []
     listed = [

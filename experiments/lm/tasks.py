@@ -30,8 +30,8 @@ def require_lm_eval() -> None:
 
 
 def manager(names: Sequence[str], folders: Sequence[str | Path], metadata: Mapping[str, Any]) -> Any:
-    """A TaskManager of lm-eval that knows `names`. It reads only `folders` and conf/tasks where that is enough, since lm-eval's own
-    10,000 YAML files take long to read. Raises ConfigError for a name that is in none of them, and for a folder that is none."""
+    """A TaskManager of lm-eval that knows `names`. It reads only `folders` and conf/tasks where that is enough, since lm-eval's
+    own 10,000 YAML files take long to read. Raises ConfigError for a name that is in none of them, or a folder that is none."""
     from lm_eval.tasks import TaskManager
 
     paths = [str(FOLDER), *map(str, folders)]
