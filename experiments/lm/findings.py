@@ -1,4 +1,4 @@
-"""What experiment=accuracy found, as tables on the screen, in W&B, and as one self-contained page.
+"""Shows what experiment=accuracy found: as tables on the screen and in W&B, and as one page that needs no other file.
 
 Takes: a run's record.json and flips.json. Gives: the same tables everywhere, and the frontier of bits against KL divergence.
 Does not know about: how anything was measured.
@@ -16,11 +16,11 @@ from experiments.harness.table import console, number, show
 from experiments.measuring.bits import bits, on_frontier
 from qkv.errors import ConfigError
 
-_SHOWN = 12  # flips on the screen
+_SHOWN = 12  # so many flips are shown on the screen
 
 
 class Table(NamedTuple):
-    """name: for files and W&B. note: how to read it. text: columns of words."""
+    """One table. name: its name in W&B. note: how to read it. text: indices of the columns that hold words, not numbers."""
 
     name: str
     title: str
@@ -31,7 +31,7 @@ class Table(NamedTuple):
 
 
 def tables(record: Mapping[str, Any], flips: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Verdicts, divergence and flips of a run, as far as it went."""
+    """The tables of verdicts, divergence and flips. A run that was cut short has the rows that it finished."""
     return [_verdicts(record), _divergence(record), _flips(flips)]
 
 
@@ -131,7 +131,7 @@ def _short(cells: Sequence[str]) -> list[str]:
 
 
 def write(record: Mapping[str, Any], flips: Sequence[Mapping[str, Any]], out: Path) -> Path:
-    """The page. Needs nothing from the network. Raises ConfigError when it cannot be written."""
+    """Write the page, which loads nothing from the network. Raises ConfigError when the file cannot be written."""
     parts = []
     for table in tables(record, flips):
         heads = "".join(f"<th>{html.escape(c)}</th>" for c in table.columns)
@@ -172,7 +172,7 @@ def _cell_class(table: Table, column: int, text: str) -> str:
 
 
 def plot(record: Mapping[str, Any], out: Path) -> None:
-    """The frontier, of the rows that have both: bits against KL divergence and perplexity."""
+    """Plot the frontier: bits against KL divergence and perplexity, of the rows that have all three."""
     rows = sorted((r for r in record["rows"] if "kl_divergence" in r["accuracy"]), key=lambda r: (bits(r), r["label"]))
     rows = [row for row in rows if row["accuracy"]["kl_divergence"] > 0]  # none itself has no place on a logarithmic axis
     if not rows:

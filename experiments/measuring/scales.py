@@ -1,6 +1,6 @@
-"""Where a quantizer's static scales come from in an experiment: the given file, or calibration in memory, said aloud.
+"""Provides a quantizer's static scales in an experiment: those of the given file, or calibrated in memory, and says so.
 
-Takes: a quantizer. Gives: its ScaleFile or None, and where it came from in words. Does not know about: other quantizers.
+Takes: a quantizer. Gives: its ScaleFile or None, and in words where it came from. Does not know about: other quantizers.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from qkv.scales import ScaleFile
 def provide(
     run: Run, loaded: LoadedModel, quantizer: Quantizer, documents: int, tokens: int, skip: int
 ) -> tuple[ScaleFile | None, str | None]:
-    """The file of `scales` if it was made for this quantizer; else, if it needs scales, calibrated on `documents` windows
-    of `tokens` tokens of the run's data, after skipping the first `skip` windows; else none. Whoever compares several
-    quantizers has checked with used_by() that a given file is for one of them.
+    """The file that the setting `scales` names, if it was made for this quantizer. Otherwise, for a quantizer that needs scales,
+    scales calibrated on `documents` windows of `tokens` tokens of the run's data, after the first `skip` windows. Otherwise None.
+    An experiment that compares several quantizers checks with used_by() that a given file is for one of them.
 
-    Raises ScaleError, ConfigError (too little text).
+    Raises ScaleError, or ConfigError where there is too little text.
     """
     file = given(run)
     if file is not None and file.metadata.get("quantizer") == quantizer.name:
@@ -42,9 +42,9 @@ def provide(
 def in_memory(
     config: EngineConfig, loaded: LoadedModel, quantizer: Quantizer, data: DataSource, documents: int, tokens: int, skip: int = 0
 ) -> tuple[ScaleFile, str]:
-    """Scales from `documents` windows of `tokens` tokens, after the first `skip`; and where they come from, in words. Raises
-    ConfigError (too little text)."""
-    # One token less than the windows have: running a document asks for one new token.
+    """Scales calibrated on `documents` windows of `tokens` tokens, after the first `skip`, and in words where they come from.
+    Raises ConfigError where there is too little text."""
+    # One token less than the windows have, since running a document asks for one new token.
     text = [window[:-1] for window in windows(data, loaded.tokenizer, documents, tokens, config.seed, skip)]
     engine = engines.build(engines.single_document(config, tokens), loaded, "none")
     try:
@@ -55,7 +55,7 @@ def in_memory(
 
 
 def given(run: Run) -> ScaleFile | None:
-    """The file that `scales` names, if it names one. Raises ScaleError."""
+    """The file that the setting `scales` names, if it names one. Raises ScaleError."""
     return ScaleFile.of(run.engine.scales)
 
 
@@ -70,8 +70,8 @@ def used_by(run: Run, quantizers: Sequence[Quantizer]) -> None:
 
 
 def stand_in(quantizer: Quantizer, layers: list[LayerShape]) -> ScaleFile | None:
-    """Scales of random keys and values, for planning and simulation, where sizes matter and values do not; None if it
-    takes none."""
+    """Scales of random keys and values, for arithmetic and simulation, where sizes matter and values do not. None for a quantizer
+    that takes no scales."""
     if not quantizer.observers():
         return None
     collector, generator = Collector(sorted(quantizer.observers())), torch.Generator().manual_seed(0)

@@ -45,8 +45,8 @@ class Concurrency(Experiment):
     def run(self, run: Run) -> None:
         config = with_length(run.engine, run.engine.scheduler.max_model_len or run.workload.max_tokens)
         model, rows = open_model(config), list[dict[str, Any]]()
-        planned = self.levels or [2**i for i in range(self.most.bit_length()) if 2**i <= self.most]
-        for level in tqdm(planned, disable=not run.progress, unit="level", leave=False):
+        levels = self.levels or [2**i for i in range(self.most.bit_length()) if 2**i <= self.most]
+        for level in tqdm(levels, disable=not run.progress, unit="level", leave=False):
             count = max(64, self.requests_per_level * level) if self.levels is None else self.requests_per_level * level
             work = replace(run.workload, arrivals="closed", concurrency=level, num_requests=min(count, run.workload.num_requests))
             if run.workload.arrivals == "trace":

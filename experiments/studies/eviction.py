@@ -206,8 +206,8 @@ def multi_turn(rng: random.Random) -> Iterator[Chain]:
 def prompts(run: Run) -> Iterator[Chain]:
     """Of the configured workload; those of less than a block have nothing to share. Raises ConfigError without any other."""
     known = dict[tuple[int, ...], int]()
-    for planned in Traffic(run.workload, run.engine.seed, _VOCAB):
-        cut = [tuple(planned.prompt[i : i + B]) for i in range(0, len(planned.prompt) - B + 1, B)]
+    for arrival in Traffic(run.workload, run.engine.seed, _VOCAB):
+        cut = [tuple(arrival.prompt[i : i + B]) for i in range(0, len(arrival.prompt) - B + 1, B)]
         if cut:
             yield tuple(known.setdefault(block, len(known)) for block in cut)
     if not known:

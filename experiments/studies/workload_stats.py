@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.table import console, number, show
-from experiments.harness.workload import Planned, Traffic
+from experiments.harness.workload import Arrival, Traffic
 from qkv.cache.prefix import PrefixHasher
 from qkv.validate import require
 
@@ -47,7 +47,7 @@ class WorkloadStats(Experiment):
         console().print(found["advice"])
 
 
-def stats(requests: list[Planned], block_size: int) -> dict[str, Any]:
+def stats(requests: list[Arrival], block_size: int) -> dict[str, Any]:
     """Lengths, the share of prompt tokens that an endless prefix cache would find, and advice."""
     hasher, seen, repeated = PrefixHasher("xxh3_128", block_size, ["stats"]), set[bytes](), 0
     for request in requests:
