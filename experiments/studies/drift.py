@@ -76,7 +76,7 @@ class Drift(Experiment):
         console().print(f"data {run.data.name}: {sample.report.line()}\n{sample.how}", soft_wrap=True)
         engine = engines.build(engines.whole_documents(run.engine, self.sample.tokens), loaded, "none")
         try:
-            file.validate(engine.layers, quantizer.name, loaded.fingerprint)
+            file.validate(engine.layers, quantizer.name, loaded.fingerprint, quantizer.static_tensors())
             run.record.set("model", engines.model_part(loaded, engine))
             found = self._look(run, loaded, engine, quantizer, file, sample, scored)
         finally:

@@ -200,7 +200,7 @@ def test_nothing_usable_is_one_message(tmp_path: Path, capsys: pytest.CaptureFix
 def test_statistics_are_not_mistaken_for_scales(tmp_path: Path) -> None:
     calibrated(tmp_path)
     with pytest.raises(ScaleError, match="quantizer 'None'"):
-        ScaleFile.load(tmp_path / "s.stats.safetensors").validate([], "int8", "")
+        ScaleFile.load(tmp_path / "s.stats.safetensors").validate([], "int8", "", [])
 
 
 def test_help_shows_methods_and_examples(capsys: pytest.CaptureFixture[Any]) -> None:

@@ -22,8 +22,9 @@ class Stored(AffineQuantizer):
 
     def bind(self, layers: list[LayerShape], scales: ScaleFile | None, dtype: torch.dtype, device: torch.device) -> None:
         super().bind(layers, scales, dtype, device)
+        self._statics = []
         generator = torch.Generator().manual_seed(3)
-        for i, la in enumerate(layers):
+        for la in layers:
             statics = []
             for fmt, D in zip((self.k, self.v), map(la.dim, SIDES), strict=True):
                 shape = {"tensor": (), "head": (la.H,), "channel": (la.H, D)}.get(fmt.scale)
@@ -35,7 +36,10 @@ class Stored(AffineQuantizer):
                     zero = torch.randint(-reach, reach + 1, scale.shape, generator=generator).float()
                     zero = zero * scale if fmt.zero == "float" else zero
                 statics.append(Statics(scale, zero))
-            self._statics[i] = HeadStatics(*statics)
+            self._statics.append(HeadStatics(*statics))
+
+    def statics(self, layer: int) -> list[HeadStatics]:
+        return [self._statics[layer]]
 
     def formats(self, layer: int) -> list[HeadFormat]:
         return self.whole(layer, self.k, self.v)

@@ -221,9 +221,6 @@ def test_head_ranges_of_different_formats_share_a_layer() -> None:
                 HeadFormat(range(1, 3), FORMATS["raw32"], FORMATS["int8-token-none"]),
             ]
 
-        def statics(self, layer: int) -> list:
-            return super().statics(layer) * 2
-
     ours = paged(LayerShape(index=0, H=3, Hq=6, Dk=16, Dv=16, scaling=0.25, sink_logits=True), Mixed(), [45])
     check(ours, ours.run([{0: 30}, {0: 15}]))
 

@@ -171,9 +171,6 @@ def test_head_ranges_of_different_formats_share_a_layer() -> None:
             half = raw.__class__(bits=16, storage=torch.float16)
             return [HeadFormat(range(1), half, raw), HeadFormat(range(1, 3), raw, half)]
 
-        def statics(self, layer: int) -> list:
-            return super().statics(layer) * 2
-
     layer = LayerShape(index=0, H=3, Hq=6, Dk=16, Dv=16, scaling=0.25, sink_logits=True)
     paged = Paged(layer, Mixed(), [45])
     close(paged.run([{0: 30}, {0: 15}])[0], paged.expected(0))
