@@ -75,9 +75,8 @@ class Scheduler:
             if request.due_step == self.step and request.status is Status.RUNNING:
                 self.current = request
                 self._grow(request, plan)
-        budget = min(self.config.max_num_batched_tokens, self.token_limit or self.config.max_num_batched_tokens) - len(
-            self._decoding
-        )
+        most = self.config.max_num_batched_tokens
+        budget = min(most, self.token_limit or most) - len(self._decoding)
         scored = self.config.max_num_scored_tokens
         for request in sorted(self._prefilling.values(), key=lambda r: r.sort_key):
             budget, scored = self._add_chunk(request, plan, budget, scored)

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from qkv.errors import RequestError
+from experiments.studies.generate import Generate
+from qkv.errors import ConfigError, RequestError
 from qkv.types import RequestOutput, SamplingParams
+from qkv.validate import from_mapping
 from tests.engine.support import make
 from tests.engine.tiny_models import VOCAB
 from tests.reports.test_bad_requests import Words
@@ -79,3 +81,13 @@ def test_a_stream_that_ends_by_length_shows_what_it_held_back() -> None:
         outs = streamed(engine, [5, 9], SamplingParams(max_tokens=5, ignore_eos=True, stop=(free[-2:] + "#",)))
         assert (outs[-1].text, outs[-1].finish_reason) == (free, "length")
         assert outs[-2].text == free[:-3]
+
+
+def test_escapes_in_stop_strings_of_a_command_line_mean_what_they_say() -> None:
+    """A shell and Hydra hand over a backslash and an n."""
+    settings = {"prompts": ["x"], "sampling": {"stop": ["\\n", "a\\tb", "\\\\n", "\\u00e9\\u4e2d", "plain", "\n"]}}
+    experiment = from_mapping(Generate, settings, "experiment generate")
+    assert experiment.sampling.stop == ("\n", "a\tb", "\\n", "é中", "plain", "\n")
+    for bad in ("\\d", "end\\", "\\u12"):
+        with pytest.raises(ConfigError, match="is no escape; there are"):
+            from_mapping(Generate, {"prompts": ["x"], "sampling": {"stop": [bad]}}, "experiment generate")
