@@ -52,6 +52,7 @@ def make(quantizer: str | dict[str, Any] = "none", block_size: int = 16, **kw: A
         "allocator": {"name": "paged", "block_size": block_size},
         "scales": scales(quantizer if isinstance(quantizer, str) else quantizer["name"], name),
         "num_blocks": 128,
+        "host_memory_bytes": "4MiB",  # check() looks at every host block
         "watermark": 0.0,
         "poison": True,
         "max_num_seqs": 8,
