@@ -6,7 +6,6 @@ Takes: folders with record.json in them, or records. Gives: one self-contained H
 Does not know about: how anything was measured.
 """
 
-import html
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.harness.page import STYLE, command, is_number, pareto
+from experiments.harness.page import STYLE, command, is_number, pareto, render
 from experiments.harness.record import flatten
 from experiments.harness.table import console, number, show
 from qkv.errors import ConfigError
@@ -128,27 +127,17 @@ def write(report: Report, out: Path) -> Path:
     """The page. Needs nothing from the network. Raises ConfigError when it cannot be written."""
     columns = report.columns
     heads = ["job", *map(_short, report.settings), "row", *(heading for heading, _, _ in columns)]
-    body = []
+    lines = []
     for row in report.rows:
-        texts = [row["job"], *(row[f"config/{key}"] for key in report.settings), row["label"]]
-        cells = [f"<td>{html.escape(str(text))}</td>" for text in texts]
+        words = [row["job"], *(row[f"config/{key}"] for key in report.settings), row["label"]]
+        numbers = []
         for _, key, digits in columns:
             value, change = row.get(key), report.difference(row, key)
             shown = number(value, digits) if is_number(value) else "-"
-            mark = f" <small>{100 * change:+.1f} %</small>" if change is not None else ""
-            cells.append(f'<td class="n" data-v="{value if is_number(value) else ""}">{shown}{mark}</td>')
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    problems = "".join(f"<li><b>job {html.escape(job)}</b>: {html.escape(text)}</li>" for job, text in report.problems)
-    plots = "".join(filter(None, (pareto(report.rows, *plot) for plot in PARETO)))
-    page = _PAGE.format(
-        style=STYLE,
-        heads="".join(f"<th>{html.escape(head)}</th>" for head in heads),
-        body="\n".join(body),
-        problems=f"<h2>Failed or interrupted</h2><ul>{problems}</ul>" if problems else "",
-        plots=f"<h2>Pareto plots</h2><p>The line joins what nothing else beats in both.</p>{plots}" if plots else "",
-        baseline="<p>Small figures: change against the baseline's row of the same name.</p>" if report.baseline else "",
-        sources="".join(f"<li>{html.escape(source)}</li>" for source in report.sources),
-    )
+            numbers.append((value if is_number(value) else "", shown, None if change is None else f"{100 * change:+.1f} %"))
+        lines.append((words, numbers))
+    plots = list(filter(None, (pareto(report.rows, *plot) for plot in PARETO)))
+    page = render(_PAGE, style=STYLE, report=report, heads=heads, lines=lines, plots=plots)
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -162,24 +151,49 @@ def _short(key: str) -> str:
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>qkv report</title>
 <style>
-{style}
+{{ style }}
 </style>
-<h1>Report</h1>{baseline}
-<table id="t"><thead><tr>{heads}</tr></thead><tbody>
-{body}
+<h1>Report</h1>
+{% if report.baseline %}
+<p>Small figures: change against the baseline's row of the same name.</p>
+{% endif %}
+<table id="t"><thead><tr>{% for head in heads %}<th>{{ head }}</th>{% endfor %}</tr></thead><tbody>
+{% for words, numbers in lines %}
+<tr>{% for word in words %}<td>{{ word }}</td>{% endfor %}
+{% for value, shown, change in numbers %}
+<td class="n" data-v="{{ value }}">{{ shown }}{% if change %} <small>{{ change }}</small>{% endif %}</td>
+{% endfor %}
+</tr>
+{% endfor %}
 </tbody></table>
-{problems}{plots}
-<h2>Records</h2><ul>{sources}</ul>
+{% if report.problems %}
+<h2>Failed or interrupted</h2><ul>
+{% for job, text in report.problems %}
+<li><b>job {{ job }}</b>: {{ text }}</li>
+{% endfor %}
+</ul>
+{% endif %}
+{% if plots %}
+<h2>Pareto plots</h2><p>The line joins what nothing else beats in both.</p>
+{% for plot in plots %}
+{{ plot }}
+{% endfor %}
+{% endif %}
+<h2>Records</h2><ul>
+{% for source in report.sources %}
+<li>{{ source }}</li>
+{% endfor %}
+</ul>
 <script>
-document.querySelectorAll("#t th").forEach((th, i) => th.onclick = () => {{
+document.querySelectorAll("#t th").forEach((th, i) => th.onclick = () => {
   const body = document.querySelector("#t tbody"), up = th.dataset.up = th.dataset.up === "1" ? "0" : "1";
-  const key = row => {{
+  const key = row => {
     const cell = row.cells[i];
     return "v" in cell.dataset ? parseFloat(cell.dataset.v || "-Infinity") : cell.textContent;
-  }};
+  };
   const order = (a, b) => (key(a) > key(b) ? 1 : key(a) < key(b) ? -1 : 0) * (up === "1" ? 1 : -1);
   [...body.rows].sort(order).forEach(row => body.append(row));
-}});
+});
 </script>
 """
 

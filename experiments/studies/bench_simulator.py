@@ -53,6 +53,6 @@ class BenchSimulator(Experiment):
 
 
 def _peak_resident_bytes() -> int:
-    """Of this process, since it started."""
+    """Of this process, since it started. psutil knows the peak on Windows only."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

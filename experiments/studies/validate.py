@@ -162,6 +162,8 @@ def _fit(config: EngineConfig, dims: Dimensions, steps: list[Step], bandwidth: f
     """The cost is linear in 1/flops, 1/attention_flops, 1/kv_bandwidth and the overhead once it is known which side of each
     pair is the longer one; so: guess, solve, look again. Each kind of step counts alike, and each step by the relative
     error it is left with, so that single disturbed ones do not matter."""
+    from scipy.optimize import nnls  # here: it takes long to import, and every command imports every study
+
     device = replace(config.device, name="cpu", bandwidth=bandwidth, overlap=overlap)
     counts = Counter(step.kind for step in steps)
     share = np.array([counts[step.kind] ** -0.5 for step in steps])
@@ -173,7 +175,8 @@ def _fit(config: EngineConfig, dims: Dimensions, steps: list[Step], bandwidth: f
         targets = measured - terms[:, 0]
         weights = share * trust / measured
         matrix = terms[:, 1:] * weights[:, None]
-        found = _nonnegative(matrix, targets * weights)
+        scale = np.maximum(np.abs(matrix).max(0), 1e-30)
+        found = nnls(matrix / scale, targets * weights)[0] / scale
         overhead, per_operation, per_byte, per_pair = (float(v) for v in found)
         device = replace(
             device,
@@ -202,19 +205,6 @@ def _terms(cost: StepCost, step: Step) -> list[float]:
         terms[3] += num_bytes * (hidden if longer else 1.0)
         terms[4] += operations * (1.0 if longer else hidden)
     return terms
-
-
-def _nonnegative(matrix: Any, targets: Any) -> Any:
-    """Least squares without negative results: what comes out negative is held at 0 and the rest solved again."""
-    scale = np.maximum(np.abs(matrix).max(0), 1e-30)
-    kept, found = list(range(matrix.shape[1])), np.zeros(matrix.shape[1])
-    while kept:
-        solved = np.linalg.lstsq(matrix[:, kept] / scale[kept], targets, rcond=None)[0] / scale[kept]
-        if solved.min() >= 0:
-            found[kept] = solved
-            break
-        kept.pop(int(solved.argmin()))
-    return found
 
 
 def _cost(config: EngineConfig, dims: Dimensions, device: DeviceConfig) -> StepCost:

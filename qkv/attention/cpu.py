@@ -43,8 +43,10 @@ class CpuBackend(AttentionBackend):
     def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"the cpu kernels do not run on {device.type}"
-        if layer.Hq // layer.H > cpu.MAX_GROUP:
-            return f"the cpu kernels take at most {cpu.MAX_GROUP} query heads per kv head, not {layer.Hq // layer.H}"
+        if layer.Hq // layer.H > cpu.MAX_QUERIES_PER_KV_HEAD:
+            return (
+                f"the cpu kernels take at most {cpu.MAX_QUERIES_PER_KV_HEAD} query heads per kv head, not {layer.Hq // layer.H}"
+            )
         return cpu.refusal(k, layer.Dk) or cpu.refusal(v, layer.Dv)
 
     def declines(self, dtype: torch.dtype, reads: Reads, deterministic: bool) -> str | None:

@@ -18,7 +18,7 @@ from qkv_kernels.reference.planes import Plane
 
 __all__ = ["BuildError", "attend", "expand", "format_numbers", "instruction_set", "load", "refusal"]
 
-MAX_GROUP = 32  # query heads per kv head; as in args.h
+MAX_QUERIES_PER_KV_HEAD = 32  # MAX_G in args.h
 SCALES = ("none", "tensor", "head", "channel", "token", "token_group", "block_channel")  # in the order of args.h
 ZEROS = ("none", "code", "float")
 _NOTHING = torch.empty(0)
