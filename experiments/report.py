@@ -1,4 +1,4 @@
-"""One page for many records: a table that sorts, Pareto plots, and differences from a baseline.
+"""Makes one page of many records: a table that sorts, Pareto plots, and differences from a baseline.
 
     python -m experiments.report outputs/throughput/sweep_1a2b3c4d [baseline=old/record.json] [out=report.html]
 
@@ -37,7 +37,7 @@ COLUMNS = [
     ("plan ms", "scheduler/plan_ms/p50", 3),
     ("requests", "plan/requests", 0),
 ]
-# title, x, y, whether more of y is better (less of x always is)
+# title, x, y, whether a larger y is better (a smaller x always is)
 PARETO = [
     ("Tokens/s against KV bytes per token", "memory/kv_bytes_per_token", "speed/output_tokens_per_s", True),
     ("Tokens/s against waiting (TTFT p50, s)", "speed/ttft_s/p50", "speed/output_tokens_per_s", True),
@@ -47,7 +47,8 @@ PARETO = [
 
 @dataclass
 class Report:
-    """rows: flattened, with `job` and the settings in which the jobs differ. problems: jobs that failed or were interrupted."""
+    """What the page shows. rows: flattened rows, with `job` and the settings in which jobs differ. problems: jobs that failed or
+    were interrupted."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
@@ -60,17 +61,17 @@ class Report:
         return [column for column in COLUMNS if any(is_number(row.get(column[1])) for row in self.rows)]
 
     def difference(self, row: Mapping[str, Any], key: str) -> float | None:
-        """Relative change against the baseline's row of the same label."""
+        """The relative change from the baseline's row of the same label."""
         old, new = self.baseline.get(str(row.get("label")), {}).get(key), row.get(key)
         return new / old - 1 if is_number(old) and is_number(new) and old and new is not None else None
 
 
 def collect(paths: Sequence[Path], baseline: Path | None = None) -> Report:
-    """Raises ConfigError, naming the path, when there is nothing to read."""
+    """Read all records in these paths. Raises ConfigError, naming the path, where there is nothing to read."""
     report, files = Report(), [file for path in paths for file in _records(path)]
     records = [(file, _read(file)) for file in files]
     configs = [flatten(record.get("config", {})) for _, record in records if not record.get("error")]
-    # a field that only some have comes with the policy they name: the name says it
+    # A setting that only some jobs have belongs to the policy that they name, and the policy's name is shown already.
     keys = [key for key in (configs[0] if configs else {}) if all(key in config for config in configs)]
     report.settings = [key for key in keys if len({json.dumps(config[key]) for config in configs}) > 1]
     for file, record in records:
@@ -110,7 +111,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def print_table(report: Report) -> None:
-    """The rows, on the screen."""
+    """Print the rows as a table."""
     columns = report.columns
     heads = [*(key.rpartition(".")[2] for key in map(_short, report.settings)), "row", *(heading for heading, _, _ in columns)]
     cells = []
@@ -124,7 +125,7 @@ def print_table(report: Report) -> None:
 
 
 def write(report: Report, out: Path) -> Path:
-    """The page. Needs nothing from the network. Raises ConfigError when it cannot be written."""
+    """Write the page, which loads nothing from the network. Raises ConfigError when the file cannot be written."""
     columns = report.columns
     heads = ["job", *map(_short, report.settings), "row", *(heading for heading, _, _ in columns)]
     lines = []

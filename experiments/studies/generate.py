@@ -1,4 +1,4 @@
-"""Continue prompts and show the text, with the metrics of the engine that did it.
+"""Continues prompts and shows the text, with the metrics of the engine that wrote it.
 
 Takes: prompts and sampling settings. Gives: text, a table, one row.
 """
@@ -25,7 +25,7 @@ from qkv.validate import require
 @EXPERIMENTS.register("generate")
 @dataclass
 class Generate(Experiment):
-    """prompts: text to continue. chat: wrap each in the model's chat template, where its tokenizer has one. sampling.stop: a
+    """prompts: texts to continue. chat: put each into the model's chat template, where its tokenizer has one. sampling.stop: a
     backslash begins an escape, since a command line has no other way to say a line break."""
 
     prompts: list[str] = field(default_factory=list)

@@ -27,7 +27,7 @@ every = pytest.mark.parametrize("name", NAMES)
 
 
 class Stored(NamedTuple):
-    """One side of one head range of a bound quantizer."""
+    """One side (K or V) of one head range of a bound quantizer."""
 
     quantizer: Quantizer
     layer: int
@@ -53,7 +53,7 @@ def everything_stored(q: Quantizer, layer: int = 1) -> list[Stored]:
 
 
 def k_error(q: Quantizer, x: torch.Tensor) -> torch.Tensor:
-    """What storing K of layer 0 changes."""
+    """The error that storing makes in K of layer 0."""
     return q.decode(q.encode(x, "k", 0), "k", 0, torch.float32) - x
 
 
@@ -150,7 +150,7 @@ def test_finite_in_finite_out_pure_and_row_by_row(name: str, data: st.DataObject
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_zeros_stay_zeros_and_every_compute_dtype_works(name: str, dtype: torch.dtype) -> None:
-    """With a static float zero point, to within half a step."""
+    """With a static float zero point, zeros come back to within half a step."""
     for stored in everything_stored(bound(name, LAYERS, dtype)):
         scale, zero = stored.statics
         x = torch.zeros(*rows_of(stored.fmt), len(stored.heads), 64, dtype=dtype)
@@ -238,7 +238,7 @@ def test_scales_are_loaded_or_it_fails(name: str) -> None:
 
 @every
 def test_a_perturbed_scale_file_changes_the_output(name: str) -> None:
-    """Write path and read path both receive the loaded scale."""
+    """Both writing and reading must use the loaded scales."""
     q = bound(name, LAYERS)
     if not q.observers():
         pytest.skip("has no static scales")
@@ -362,7 +362,7 @@ def test_protected_layers_and_heads_are_stored_in_the_wide_formats_and_the_rest_
 
 @pytest.mark.parametrize("inner", ["int8_token", "rotated", "kivi"])
 def test_protected_single_heads_of_any_inner_format(inner: str) -> None:
-    """Per-token scales, groups, whole blocks: cut at the right heads."""
+    """Scales per token, per group of channels and per block are all cut at the right heads."""
     q, alone = protected(inner=inner, heads=[[0, 0]], wide="int8_token", tail_blocks=0), bound(inner, LAYERS)
     x = torch.randn(2, B, 3, 64)
     flat = alone.formats(0)[0].k.unit == "token"
@@ -400,7 +400,7 @@ def test_protected_says_what_it_cannot_protect(fields: dict, message: str) -> No
 
 @pytest.mark.parametrize("quantizer", ["rotated", "kivi"])
 def test_error_rises_as_bits_fall(quantizer: str) -> None:
-    """By a factor near 4 in mean square per bit; much less would mean that something is not quantized."""
+    """The mean square error rises by a factor near 4 per bit; if it were much less, something would not be quantized."""
     x = torch.randn(4, B, 3, 64)
     errors = []
     for bits in (4, 3, 2):

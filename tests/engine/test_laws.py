@@ -61,7 +61,7 @@ def combinations() -> list[tuple[int, int, str, str, str]]:
 
 
 def covering() -> list[tuple[int, int, str, str, str]]:
-    """Few combinations in which every pair of values of two dimensions occurs."""
+    """A small set of combinations in which every pair of values of any two dimensions occurs."""
     left = {pair for c in combinations() for pair in itertools.combinations(enumerate(c), 2)}
     chosen = []
     while left:
@@ -72,7 +72,7 @@ def covering() -> list[tuple[int, int, str, str, str]]:
 
 
 def check_schedules(quantizer: str, schedules: list[tuple[int, int, str, str, str]], backend: str = "auto") -> None:
-    """Bit-identical to a calm run; with block-unit formats to one of the same block size."""
+    """Every schedule gives, to the bit, what a run without pressure gives (of the same block size, for block-unit formats)."""
     expected: dict[int, Outcome] = {}
     for block_size in (8, 16, 32) if block_unit(quantizer) else (16,):
         expected[block_size], calm = run(quantizer, block_size, 512, "off", "recompute", "lru", roomy=True, backend=backend)
@@ -112,7 +112,7 @@ def test_law3_every_combination(quantizer: str) -> None:
 
 @pytest.mark.parametrize("quantizer", FUSABLE)
 def test_law3_scores_do_not_depend_on_chunks_batch_or_prefix(quantizer: str) -> None:
-    """Full logits, to the bit."""
+    """All logits are compared, to the bit."""
 
     def logits(first: int, **kw: Any) -> dict[tuple[int, int], torch.Tensor]:
         rows: dict[tuple[int, int], torch.Tensor] = {}
@@ -171,7 +171,7 @@ def test_law3_otherwise_the_divergence_between_schedules_stays_below_the_quantiz
 
 @pytest.mark.parametrize("quantizer", FUSABLE)
 def test_law1_codes_of_a_committed_token_never_change(quantizer: str) -> None:
-    """And those of a full block, where blocks are encoded: once, when they fill."""
+    """Where whole blocks are encoded, the codes of a full block never change either."""
     with make(quantizer, 8, num_blocks=50, preemptor="swap", max_num_batched_tokens=64, deterministic=True) as engine:
         for prompt in PROMPTS:
             engine.add_request(prompt, PARAMS)
@@ -257,7 +257,7 @@ def test_law2_the_fraction_read_from_the_cache_is_reported() -> None:
 def test_law2_raw_tails_and_sinks_do_not_count_as_read_from_the_cache(
     tail_blocks: int | None, sinks: int, chunk: int, reads: Any
 ) -> None:
-    """Counted pair by pair, for a layer whose K keeps raw rows and whose V keeps none."""
+    """The expected count is made pair by pair, for a layer whose K keeps raw rows and whose V keeps none."""
     B, T, recorder = 8, 61, Recorder()
     unit = "token" if tail_blocks is None else "block"
     k = KVFormat(4, torch.uint8, "token", zero="float", unit=unit, tail_blocks=tail_blocks or 0, sink_tokens=sinks)
@@ -323,7 +323,7 @@ def test_law4_abort_at_every_point_returns_every_block() -> None:
 
 @pytest.mark.parametrize("quantizer", FUSABLE)
 def test_law5_free_pages_may_hold_anything(quantizer: str) -> None:
-    """Re-poison every free page before every step: nothing that is not written is ever read."""
+    """Every free page is poisoned again before every step, so an output would show if a page were read before it is written."""
     with make(quantizer, 8, num_blocks=52, deterministic=True) as engine:
         for prompt in PROMPTS:
             engine.add_request(prompt, PARAMS)

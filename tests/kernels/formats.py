@@ -13,7 +13,7 @@ from qkv_kernels.format import STATIC_SCALES, KVFormat
 
 @dataclass
 class Stored(AffineQuantizer):
-    """K and V in the given formats. name and rule are the abstract class's."""
+    """A quantizer that stores K and V in the given formats."""
 
     k: KVFormat = field(default_factory=lambda: KVFormat(32, torch.float32))
     v: KVFormat = field(default_factory=lambda: KVFormat(32, torch.float32))

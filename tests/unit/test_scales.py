@@ -1,4 +1,4 @@
-"""Scale files are loaded, or it fails with the layer and the cause."""
+"""A scale file is loaded, or loading fails with the layer and the cause."""
 
 from collections.abc import Callable
 from pathlib import Path
