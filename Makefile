@@ -4,6 +4,7 @@ TORCH_INDEX ?=
 VENV        := .venv
 PY          := $(VENV)/bin/python
 STAMP       := $(VENV)/.installed
+CPP         := $(wildcard kernels/qkv_kernels/cpu/*.h kernels/qkv_kernels/cpu/*.cpp)
 PYTEST      := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
@@ -39,6 +40,7 @@ test-slow: $(STAMP) ## the slow test tier
 
 lint: $(STAMP) ## formatting, ruff, mypy and the import contracts
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
@@ -46,6 +48,7 @@ lint: $(STAMP) ## formatting, ruff, mypy and the import contracts
 format: $(STAMP) ## rewrite the sources as `make lint` wants them
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CPP)
 
 bench: $(STAMP) ## the scheduler's planning time per step
 	$(PY) -m experiments.run experiment=bench_scheduler

@@ -19,7 +19,7 @@ from qkv.cache.raw_slots import SinkSlots, TailSlots
 from qkv.cache.sizing import PoolSize, RawRows, size_pool
 from qkv.cache.store import KVStore, block_bytes
 from qkv.config import EngineConfig
-from qkv.errors import ConfigError
+from qkv.errors import ConfigError, ScaleError
 from qkv.intake import Intake
 from qkv.layout import HeadFormat, LayerShape
 from qkv.metrics.reads import CountReads
@@ -108,27 +108,32 @@ def build_policies(config: EngineConfig) -> Policies:
     )
 
 
-def assemble(loaded: LoadedModel, config: EngineConfig, scales: ScaleFile | None, clock: Callable[[], float]) -> Parts:
+def usable_scales(config: EngineConfig, quantizer: Quantizer) -> ScaleFile | None:
+    """What the setting `scales` names. Raises ScaleError: it cannot be read, or is needed and not given."""
+    scales = ScaleFile.of(config.scales)
+    if scales is None and quantizer.needs_scales:
+        raise ScaleError(
+            f"quantizer {quantizer.name} needs a scale file: write one with `python -m calibration.run "
+            f"quantizer={quantizer.name}` and pass it as scales=<file>, or use a quantizer that needs none, like int8_token"
+        )
+    return scales
+
+
+def assemble(loaded: LoadedModel, config: EngineConfig, policies: Policies, scales: ScaleFile | None) -> Parts:
     """Raises ConfigError, ModelError or ScaleError; the model is left as it was then."""
-    policies = build_policies(config)
     adapter = HFAdapter(loaded.model, loaded.tokenizer, config.runner.fused, config.runner.compile)
     try:
-        return _assemble(loaded, config, scales, clock, policies, adapter)
+        return _assemble(loaded, config, policies, scales, adapter)
     except BaseException:
         adapter.close()
         raise
 
 
 def _assemble(
-    loaded: LoadedModel,
-    config: EngineConfig,
-    scales: ScaleFile | None,
-    clock: Callable[[], float],
-    policies: Policies,
-    adapter: HFAdapter,
+    loaded: LoadedModel, config: EngineConfig, policies: Policies, scales: ScaleFile | None, adapter: HFAdapter
 ) -> Parts:
     layers, quantizer = adapter.layers, policies.quantizer
-    scales, formats = bind_quantizer(adapter, loaded.fingerprint, config, scales, quantizer)
+    formats = bind_quantizer(adapter, loaded.fingerprint, scales, quantizer)
     B = policies.allocator.block_size
     backend, reason = choose_backend(
         config.attention.backend,
@@ -141,24 +146,24 @@ def _assemble(
         config.attention.reads,
         config.runner.deterministic,
     )
-    frame = build_frame(adapter, loaded.fingerprint, loaded.tokenizer, config, policies, scales, formats, KVStore)
-    backend.bind(frame.store, quantizer, layers, config.attention.reads, config.runner.deterministic)
+    core = build_core(adapter, loaded.fingerprint, loaded.tokenizer, config, policies, scales, formats, KVStore)
+    backend.bind(core.store, quantizer, layers, config.attention.reads, config.runner.deterministic)
     runner = Runner(
         adapter,
         backend,
-        CountReads(frame.scheduler.recorder, formats, B, config.attention.reads),
+        CountReads(core.scheduler.recorder, formats, B, config.attention.reads),
         block_size=B,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
-        max_blocks=max(min(-(-frame.intake.max_model_len // B), frame.pool.num_blocks), policies.allocator.blocks_for(1)),
+        max_blocks=max(min(-(-core.intake.max_model_len // B), core.pool.num_blocks), policies.allocator.blocks_for(1)),
         deterministic=config.runner.deterministic,
         cuda_graphs=config.runner.cuda_graphs,
     )
-    return frame.parts(adapter, runner, backend, reason)
+    return core.parts(adapter, runner, backend, reason)
 
 
 @dataclass
-class Frame:
+class EngineCore:
     """Everything but the model: what a real engine and a simulated one have alike."""
 
     intake: Intake
@@ -173,18 +178,15 @@ class Frame:
         return Parts(adapter, self.intake, self.scheduler, runner, self.store, backend, reason, *rest)
 
 
-def bind_quantizer(
-    adapter: Adapter, fingerprint: str, config: EngineConfig, scales: ScaleFile | None, quantizer: Quantizer
-) -> tuple[ScaleFile | None, list[list[HeadFormat]]]:
-    """The scales in use, validated, and the formats of every layer. Raises ScaleError."""
-    scales = scales or (ScaleFile.load(config.scales) if config.scales else None)
+def bind_quantizer(adapter: Adapter, fingerprint: str, scales: ScaleFile | None, quantizer: Quantizer) -> list[list[HeadFormat]]:
+    """The formats of every layer, once the scales are found to fit the model and the quantizer. Raises ScaleError."""
     if scales is not None:
-        scales.validate(adapter.layers, config.quantizer["name"], fingerprint)
+        scales.validate(adapter.layers, quantizer.name, fingerprint, quantizer.static_tensors())
     quantizer.bind(adapter.layers, scales, adapter.dtype, adapter.device)
-    return scales, [quantizer.formats(i) for i in range(len(adapter.layers))]
+    return [quantizer.formats(i) for i in range(len(adapter.layers))]
 
 
-def build_frame(
+def build_core(
     adapter: Adapter,
     fingerprint: str,
     tokenizer: Any,
@@ -194,7 +196,7 @@ def build_frame(
     formats: list[list[HeadFormat]],
     store_type: Callable[..., KVStore],
     free_bytes: int | None = None,
-) -> Frame:
+) -> EngineCore:
     """Pool, store, scheduler and intake. free_bytes: of the device, where it is not this machine's. Raises ConfigError."""
     layers, quantizer, allocator = adapter.layers, policies.quantizer, policies.allocator
     B, max_model_len = allocator.block_size, _max_model_len(config, adapter)
@@ -221,6 +223,7 @@ def build_frame(
         poison=config.cache.poison,
         slots=slots,
         raw_dtype=adapter.dtype,
+        static_bytes=quantizer.static_bytes(),
     )
     identity = (fingerprint, str(adapter.dtype), quantizer.fingerprint(), scale_id, config.attention.reads)
     # With tail_blocks a hit would need raw rows of the blocks before the first new token. Recomputing them exactly takes the raw
@@ -239,12 +242,17 @@ def build_frame(
     )
     scheduler = Scheduler(manager, policies.preemptor, config.scheduler, CostModel(B, store.block_bytes))
     intake = Intake(tokenizer, adapter.vocab_size, max_model_len, allocator.max_tokens())
-    static = any(t is not None for i in range(len(layers)) for s in quantizer.statics(i) for t in s)
-    source = f"scale file: {config.scales or scale_id}" if scales is not None else "defaults" if static else "none needed"
+    source = (
+        f"scale file: {scale_id if isinstance(config.scales, ScaleFile) else config.scales}"
+        if scales is not None
+        else "defaults"
+        if quantizer.static_tensors()
+        else "none needed"
+    )
     warnings = [*(scales.warnings if scales is not None else []), *quantizer.warnings()]
     if config.cache.enable_prefix_caching and not sharing:
         warnings.append(f"prefix caching is off: with tail_blocks={raw.tail_blocks} a cached prefix lacks rows that are read raw")
-    return Frame(intake, scheduler, store, pool, source, warnings)
+    return EngineCore(intake, scheduler, store, pool, source, warnings)
 
 
 def _max_model_len(config: EngineConfig, adapter: Adapter) -> int:

@@ -4,9 +4,15 @@ Does not know about: Hydra, omegaconf, how settings are used.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from qkv.validate import parse_bytes, require
+
+if TYPE_CHECKING:
+    from qkv.scales import ScaleFile
+else:
+    ScaleFile = Any  # settings are read without torch; ScaleFile.of() says what is none
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -173,7 +179,8 @@ class EngineConfig:
     """All settings of an engine. Policies are named: {"name": "lru", field: value, ...}.
 
     device: what a plan or a simulation assumes; a real run takes its machine as it is.
-    scales: a scale file, for quantizers with static scales. policy_modules: modules with policies of your own.
+    scales: for quantizers with static scales: the path of a scale file, or a ScaleFile. policy_modules: modules with policies of
+    your own.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -186,6 +193,6 @@ class EngineConfig:
     allocator: dict[str, Any] = field(default_factory=lambda: {"name": "paged"})
     evictor: dict[str, Any] = field(default_factory=lambda: {"name": "lru"})
     preemptor: dict[str, Any] = field(default_factory=lambda: {"name": "auto"})
-    scales: str | None = None
+    scales: str | Path | ScaleFile | None = None
     seed: int = 0
     policy_modules: list[str] = field(default_factory=list)

@@ -1,24 +1,23 @@
 """The engine: wires model, pool, policies and scheduler, and turns the handle. Decides nothing itself.
 
 The life of a request, in call order: intake -> scheduler (block manager, preemptor) -> runner (attention backend, store)
--> sampler -> outputs. One thread steps; add_request and abort may come from any thread.
+-> sampler -> outputs. Who steps, when many threads call, is decided in turns.py.
 """
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
-from transformers import PreTrainedModel
-
-from qkv.assemble import Parts, assemble, build_policies
+from qkv.assemble import Parts, assemble, build_policies, usable_scales
 from qkv.attention.base import Observer
 from qkv.config import EngineConfig
 from qkv.errors import ConfigError, RequestError
-from qkv.intake import Intake, Prompt
+from qkv.intake import Intake, Prompt, shown
 from qkv.layout import LayerShape
 from qkv.loop import Loop
 from qkv.metrics import summary
@@ -26,49 +25,59 @@ from qkv.metrics.recorder import Recorder
 from qkv.metrics.summary import Latencies
 from qkv.models import LoadedModel, load_model, wrap_model
 from qkv.outputs import Outputs
-from qkv.runner import Scored
-from qkv.sampling import SCORED_ROWS, argmax
-from qkv.scales import ScaleFile
 from qkv.scheduler import Scheduler
+from qkv.scoring import OnLogits, Score, Scoring
+from qkv.settings import EngineSettings, engine_config
 from qkv.simulation import SimulatedClock, SimulatedLoop, SimulatedModel, assemble_simulated
+from qkv.turns import Call, Turns
 from qkv.types import Request, RequestMetrics, RequestOutput, SamplingParams, StepPlan
-from qkv.validate import from_mapping
 
-Spec = str | dict[str, Any]
-OnLogits = Callable[[int, int, torch.Tensor], None]
-
-
-class Score(NamedTuple):
-    """Of tokens first..T-1. logprobs [T-first] float32; greedy_match [T-first] bool: the token was the most likely one."""
-
-    logprobs: torch.Tensor
-    greedy_match: torch.Tensor
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 
 class Engine:
     """Generation and scoring on a paged, quantized KV cache. Make one with `Engine.create` or `Engine.from_config`;
-    close it (or use it in a `with`) to give a passed-in model its own attention back."""
+    close it (or use it in a `with`) to give a passed-in model its own attention back.
+
+    Threads: every method may be called from any thread at any time. Requests of all callers run in the same steps, which one of
+    the waiting threads takes for everybody, and each caller gets its own results; a stream that is read slowly delays nobody.
+    metrics(), check() and the like wait for the step that runs. close() ends the calls that wait with ClosedError. Callbacks
+    (on_logits, observers) run within a step, in whichever thread takes it: from there only add_request, abort and metrics() may
+    be called. For asyncio there is astream().
+
+    Failures: what raises while the engine works for one request (sampling, text, a callback, a policy that was asked about it)
+    ends that request with finish_reason "error" and the reason; the others finish with the tokens they would have had.
+    """
 
     def __init__(
         self,
-        loaded: LoadedModel | SimulatedModel,
+        loaded: LoadedModel | SimulatedModel | None,
         config: EngineConfig,
-        scales: ScaleFile | None = None,
         clock: Callable[[], float] | None = None,
+        tokenizer: Any = None,
     ) -> None:
+        """loaded: None loads what config.model names. tokenizer: instead of the loaded model's own."""
+        policies = build_policies(config)  # unknown names, keys and values fail here, before any model is loaded
+        scales = usable_scales(config, policies.quantizer)
+        if loaded is None:
+            simulated = config.runner.name == "simulated"
+            loaded = SimulatedModel.of(config.model) if simulated else load_model(config.model)
+        if tokenizer is not None and isinstance(loaded, LoadedModel):
+            loaded = replace(loaded, tokenizer=tokenizer)
         self._parts: Parts
         loop: type[Loop]
         if clock is None:
             clock = time.process_time if config.runner.clock == "cpu" else time.perf_counter
         if isinstance(loaded, SimulatedModel):
             clock = SimulatedClock()
-            self._parts, loop = assemble_simulated(loaded, config, scales, clock), SimulatedLoop
+            self._parts, loop = assemble_simulated(loaded, config, policies, scales, clock), SimulatedLoop
         else:
-            self._parts, loop = assemble(loaded, config, scales, clock), Loop
+            self._parts, loop = assemble(loaded, config, policies, scales), Loop
         self.config, self.loaded, self.clock = config, loaded, clock
         self._loop = loop(self._parts, Outputs(loaded.tokenizer, self._parts.adapter.eos_token_ids), config.seed, clock)
-        self._unclaimed: list[Request] = []  # ended while somebody else was driving the loop
-        self._closed = False
+        self._turns = Turns(self._loop)
         self.tokenizer = loaded.tokenizer
         self.intake: Intake = self._parts.intake
         self.scheduler: Scheduler = self._parts.scheduler
@@ -81,126 +90,54 @@ class Engine:
         cls,
         model: "str | Path | PreTrainedModel | LoadedModel" = "smollm2",
         tokenizer: Any = None,
-        dtype: str = "float32",
-        device: str = "cpu",
-        quantizer: Spec = "none",
-        allocator: Spec = "paged",
-        evictor: Spec = "lru",
-        preemptor: Spec = "auto",
-        backend: str = "auto",
-        reads: str = "cache",
-        deterministic: bool = False,
-        cuda_graphs: bool = True,
-        fused: bool = True,
-        compile: bool = False,
-        scales: "str | Path | ScaleFile | None" = None,
-        num_blocks: int | None = None,
-        memory_bytes: int | str | None = None,
-        memory_utilization: float | None = None,
-        host_memory_bytes: int | str = "1GiB",
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        max_num_scored_tokens: int = 512,
-        max_model_len: int | None = None,
-        watermark: float = 0.01,
-        enable_prefix_caching: bool = True,
-        prefix_hash: str = "xxh3_128",
-        poison: bool = False,
-        allow_reference: bool = True,
-        seed: int = 0,
         clock: Callable[[], float] | None = None,
+        **settings: Unpack[EngineSettings],
     ) -> "Engine":
-        """An engine from keyword arguments; the same settings as EngineConfig, flat.
+        """An engine from keyword arguments: the settings of EngineConfig, flat, as settings.py lists them.
 
         model: a known name, hub id, local path, or a transformers model object (then dtype and device are the object's).
         Raises ConfigError, ModelError or ScaleError before anything expensive where it can.
         """
-        by_name = isinstance(model, str | Path)
-        settings = {
-            "model": {"name": str(model) if by_name else "object", "dtype": dtype, "device": device, "seed": seed},
-            "cache": {
-                "num_blocks": num_blocks,
-                "memory_bytes": memory_bytes,
-                "memory_utilization": memory_utilization,
-                "host_memory_bytes": host_memory_bytes,
-                "enable_prefix_caching": enable_prefix_caching,
-                "prefix_hash": prefix_hash,
-                "poison": poison,
-            },
-            "scheduler": {
-                "max_num_seqs": max_num_seqs,
-                "max_num_batched_tokens": max_num_batched_tokens,
-                "max_num_scored_tokens": max_num_scored_tokens,
-                "max_model_len": max_model_len,
-                "watermark": watermark,
-            },
-            "attention": {"backend": backend, "reads": reads, "allow_reference": allow_reference},
-            "runner": {"deterministic": deterministic, "cuda_graphs": cuda_graphs, "fused": fused, "compile": compile},
-            "quantizer": _spec(quantizer),
-            "allocator": _spec(allocator),
-            "evictor": _spec(evictor),
-            "preemptor": _spec(preemptor),
-            "scales": str(scales) if isinstance(scales, str | Path) else None,
-            "seed": seed,
-        }
-        config = from_mapping(EngineConfig, settings, "engine")
-        given = scales if isinstance(scales, ScaleFile) else None
         if isinstance(model, str | Path):
-            return cls.from_config(config, given, tokenizer, clock)
+            return cls.from_config(engine_config(str(model), **settings), tokenizer, clock)
         loaded = model if isinstance(model, LoadedModel) else wrap_model(model, tokenizer)
-        return cls(loaded, config, given, clock)
+        return cls(loaded, engine_config("object", **settings), clock)
 
     @classmethod
-    def from_config(
-        cls,
-        config: EngineConfig,
-        scales: ScaleFile | None = None,
-        tokenizer: Any = None,
-        clock: Callable[[], float] | None = None,
-    ) -> "Engine":
+    def from_config(cls, config: EngineConfig, tokenizer: Any = None, clock: Callable[[], float] | None = None) -> "Engine":
         """Load the configured model and build an engine on it."""
-        build_policies(config)  # unknown names, keys and values fail here, before any model is loaded
-        if config.runner.name == "simulated":
-            return cls(SimulatedModel.of(config.model), config, scales)
-        loaded = load_model(config.model)
-        if tokenizer is not None:
-            loaded = replace(loaded, tokenizer=tokenizer)
-        return cls(loaded, config, scales, clock)
+        return cls(None, config, clock, tokenizer)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, salt: str = "", arrival: float | None = None
     ) -> int:
-        """Queue a prompt (text or token ids); returns its id. Any thread. Raises RequestError. salt separates prefix caches.
+        """Queue a prompt (text or token ids); returns its id. Raises RequestError. salt separates prefix caches.
 
         arrival: when it came, by the engine's clock, where that was during a step; None means now. Times count from it.
         """
-        now = self.clock() if arrival is None else arrival
-        return self.intake.add(prompt, params or SamplingParams(), now, salt).id
+        return self._add(self._turns.unclaimed, prompt, params, salt, arrival)
 
     def abort(self, request_id: int) -> None:
-        """End a request, whatever its state; its blocks are back before the next step. Any thread."""
+        """End a request, whatever its state; its blocks are back before the next step. Raises RequestError for what is no id."""
+        if not isinstance(request_id, int):
+            raise RequestError(f"abort takes a request's id, not {shown(request_id)}")
         self.intake.abort(request_id)
 
     @property
     def has_work(self) -> bool:
-        return not (self.intake.empty and self.scheduler.idle and not self._unclaimed)
+        with self._turns.alone():
+            return not (self.intake.empty and self.scheduler.idle and not self._turns.unclaimed.news)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the state of every request that got a token or ended."""
-        advanced = self._loop.advance()
-        ended_elsewhere, self._unclaimed = self._unclaimed, []
-        return [self._loop.output(request) for request in ended_elsewhere + advanced]
+        """Run one step, for everybody. Returns the state of every request of add_request that got a token or ended."""
+        return self._turns.step(self._loop.output)
 
     def advance(self) -> list[Request]:
         """step() for those who measure: no outputs are made, and a simulation takes alike steps at once. Returns the requests
         that got a token or ended, to read and not to change."""
-        requests = self._loop.advance()
-        for request in requests:
-            if request.finish_reason is not None:
-                self._loop.forget(request)
-        return requests
+        return self._turns.step(self._seen)
 
     def generate(
         self,
@@ -208,28 +145,62 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continue all prompts; results in their order. A prompt that cannot be served gives an output with
-        finish_reason "error" and the reason in `error`; the others finish. progress: a bar, if stderr is a terminal."""
-        outputs: dict[int, RequestOutput] = {}
-        ids, failed = self._submit(prompts, params)
-        with _bar(len(ids), progress) as bar:
-            bar.update(len(failed))
-            for request in self._drive({i for i in ids if i is not None}):
-                if request.finish_reason is not None:
-                    outputs[request.id] = self._loop.output(request)
+        """Continue all prompts; results in their order. A prompt that cannot be served, or that something fails for on the way,
+        gives an output with finish_reason "error" and the reason in `error`; the others finish. progress: a bar, if stderr is
+        a terminal. Raises ClosedError when the engine is closed meanwhile."""
+        call = Call(False, self._loop.output)
+        try:
+            ids, failed = self._submit(call, prompts, params)
+            with _bar(len(ids), progress) as bar:
+                bar.update(len(failed))
+                outputs: dict[int, RequestOutput] = {}
+                for output in self._turns.results(call):
+                    outputs[output.id] = output
                     bar.update()
+        finally:
+            self._turns.abandon(call)
         errors = iter(failed)
         return [outputs[i] if i is not None else next(errors) for i in ids]
 
     def stream(
         self, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[RequestOutput]:
-        """Like generate, but yields each request's state after every token; the last one has a finish_reason. Ids are
-        consecutive in the order of the prompts. Leaving the loop early aborts what is left."""
-        ids, failed = self._submit(prompts, params)
-        yield from failed
-        for request in self._drive({i for i in ids if i is not None}):
-            yield self._loop.output(request)
+        """Like generate, but yields each request's state after every token; the last one has a finish_reason. Its text only ever
+        grows. Ids grow in the order of the prompts. Who is slower than the engine, while others drive it, gets the newest state.
+        Leaving the loop early aborts what is left."""
+        call = Call(True, self._loop.output)
+        try:
+            yield from self._submit(call, prompts, params)[1]
+            yield from self._turns.results(call)
+        finally:
+            self._turns.abandon(call)
+
+    async def astream(
+        self, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """stream() for asyncio: `async for output in engine.astream(...)`. A thread of the engine's own steps while any such call
+        is unfinished. A task that is cancelled aborts its requests."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        call = Call(True, self._loop.output)
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the event loop has ended, and so has who waited
+                loop.call_soon_threadsafe(ready.set)
+
+        call.wake = wake
+        try:
+            for output in self._submit(call, prompts, params)[1]:
+                yield output
+            self._turns.serve(call)
+            while call.pending or call.news:
+                ready.clear()
+                news = self._turns.pick_up(call)
+                for output in news:
+                    yield output
+                if not news:
+                    await ready.wait()
+        finally:
+            self._turns.abandon(call)
 
     def score(
         self,
@@ -242,56 +213,54 @@ class Engine:
 
         first: the first token to score, of all lists or of each; positions before it may come from the prefix cache.
         on_logits(index in token_lists, start, logits [n, V]): row i predicts token start + i. Called as chunks come, each
-        position exactly once, so nothing of size T x V is kept. Raises RequestError before anything runs.
+        position exactly once, by the thread that steps, so nothing of size T x V is kept. What it raises ends the call.
+        Raises RequestError before anything runs, or when a list cannot be finished.
         """
-        results: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in token_lists]
-        requests: list[Request] = []
+        if isinstance(self.loaded, SimulatedModel):
+            raise ConfigError("a simulation has no logits to score with; use runner=default")
+        scoring = Scoring(self.intake, token_lists, first, on_logits)
+        call: Call[Request] = Call(False, lambda request: request)
+        receivers: list[int] = []
 
-        def receive(index: int) -> Callable[[Scored, torch.Tensor], None]:
-            def take(scored: Scored, logits: torch.Tensor) -> None:
-                targets = torch.tensor(scored.request.token_ids[scored.first : scored.first + len(logits)], device=logits.device)
-                for rows, wanted in zip(logits.split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True):
-                    exact = rows.float()
-                    results[index][0].append(exact.log_softmax(-1).gather(1, wanted[:, None])[:, 0].cpu())
-                    results[index][1].append((argmax(exact) == wanted).cpu())
-                if on_logits is not None:
-                    on_logits(index, scored.first, logits)
-
-            return take
+        def claim(request: Request) -> None:
+            self._turns.claim(call, request)
+            self._loop.receivers[request.id] = scoring.receiver(len(receivers))
+            receivers.append(request.id)
 
         try:
-            firsts = [first] * len(token_lists) if isinstance(first, int) else list(first)
-            if len(firsts) != len(token_lists):
-                raise ConfigError(
-                    f"{len(token_lists)} token lists but {len(firsts)} values of first; give one for all, or one each"
-                )
-            checked = [self.intake.scoring_tokens(t, f) for t, f in zip(token_lists, firsts, strict=True)]
-            for index, (tokens, begin) in enumerate(zip(checked, firsts, strict=True)):
-                request = self.intake.add_scoring(tokens, begin, self.clock())
-                requests.append(request)
-                self._loop.receivers[request.id] = receive(index)
-            with _bar(len(requests), progress) as bar:
-                for request in self._drive({r.id for r in requests}):
-                    bar.update(request.finish_reason is not None)
+            for tokens, begin in scoring.lists:
+                self.intake.add_scoring(tokens, begin, self.clock(), claim)
+            with _bar(len(receivers), progress) as bar:
+                for request in self._turns.results(call):
+                    scoring.raise_failure(request)
+                    bar.update()
         finally:
-            for request in requests:
-                self._loop.receivers.pop(request.id, None)
-                self.abort(request.id)
-        return [Score(torch.cat(logprobs), torch.cat(matches)) for logprobs, matches in results]
+            self._turns.abandon(call)
+            for request_id in receivers:
+                self._loop.receivers.pop(request_id, None)
+        return scoring.scores()
+
+    def _add(self, call: Call, prompt: Prompt, params: SamplingParams | None, salt: str = "", at: float | None = None) -> int:
+        now = self.clock() if at is None else at
+        params = SamplingParams() if params is None else params
+        return self.intake.add(prompt, params, now, salt, partial(self._turns.claim, call)).id
 
     def _submit(
-        self, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None
+        self, call: Call, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> tuple[list[int | None], list[RequestOutput]]:
         """Queue prompts. Ids in order, None where a prompt was refused; and an error output per refusal, in order."""
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        try:
+            prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        except TypeError:
+            raise RequestError(f"prompts are a list of texts or of lists of token ids, not {shown(prompts)}") from None
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one for all, or one per prompt")
         ids: list[int | None] = []
         failed: list[RequestOutput] = []
         for prompt, p in zip(prompts, each, strict=True):
             try:
-                ids.append(self.add_request(prompt, p))
+                ids.append(self._add(call, prompt, p))
             except RequestError as error:
                 ids.append(None)
                 self.recorder.finished("error")
@@ -299,28 +268,10 @@ class Engine:
                 failed.append(RequestOutput(-1, given, [], "", "error", RequestMetrics(), error=str(error)))
         return ids, failed
 
-    def _drive(self, mine: set[int]) -> Iterator[Request]:
-        """Step until all of `mine` ended, yielding them as they advance. Aborts the rest if the consumer leaves."""
-        pending = set(mine)
-        try:
-            while pending:
-                ended_elsewhere = [r for r in self._unclaimed if r.id in pending]  # somebody else drove the loop meanwhile
-                self._unclaimed = [r for r in self._unclaimed if r.id not in pending]
-                advanced = ended_elsewhere or self._loop.advance()
-                self._unclaimed += [r for r in advanced if r.id not in mine and r.finish_reason is not None]
-                for request in advanced:
-                    if request.id in pending:
-                        if request.finish_reason is not None:
-                            pending.discard(request.id)
-                        yield request
-        finally:
-            for request_id in pending:
-                self.abort(request_id)
-            for request in self._loop.take_in():
-                if request.id in mine:
-                    self._loop.forget(request)
-                else:
-                    self._unclaimed.append(request)
+    def _seen(self, request: Request) -> Request:
+        if request.finish_reason is not None:
+            self._loop.forget(request)
+        return request
 
     # -- looking in --------------------------------------------------------------------------------------------------
 
@@ -329,37 +280,51 @@ class Engine:
         return self._parts.adapter.layers
 
     def watch_steps(self, watcher: Callable[[StepPlan, float], None] | None) -> None:
-        """watcher(plan, seconds) sees every step that ran; None ends it. Steps that a simulation takes at once are not seen."""
-        self._loop.on_step = watcher
+        """watcher(plan, seconds) sees every step that ran; None ends it. Steps that a simulation takes at once are not seen.
+        What a watcher raises ends its watching, and is raised by the next call of this."""
+        with self._turns.alone():
+            self._loop.on_step, failure, self._loop.watcher_failure = watcher, self._loop.watcher_failure, None
+        if failure is not None:
+            raise failure
 
     @contextmanager
     def observe(self, observer: Observer) -> Iterator[None]:
         """While active, observer(layer, q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv]) sees the queries, keys and values of every
         forward, after RoPE, unquantized and without padding. Nothing is taken from the prefix cache meanwhile: every token of
-        every prompt is seen."""
+        every prompt is seen. One observer at a time. What it raises ends the request it saw, and is raised again at the end."""
         runner, manager = self._parts.runner, self.scheduler.manager
-        runner.observer, manager.reuse = observer, False
+        failures: list[Exception] = []
+
+        def guarded(layer: int, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor") -> None:
+            try:
+                observer(layer, q, k, v)
+            except Exception as error:
+                failures.append(error)
+                raise
+
+        with self._turns.alone():
+            if runner.observer is not None:
+                raise ConfigError("the engine is being observed already; one observer at a time")
+            runner.observer, manager.reuse = guarded, False
         try:
             yield
         finally:
-            runner.observer, manager.reuse = None, True
+            with self._turns.alone():
+                runner.observer, manager.reuse = None, True
+        if failures:
+            raise failures[0]
 
     def metrics(self) -> dict[str, Any]:
         """Counters and rates since the start, in the parts of an experiment record: memory, speed, cache, attention."""
+        with self._turns.alone():
+            return self._metrics()
+
+    def _metrics(self) -> dict[str, Any]:
         allocator, r = self.scheduler.manager.allocator, self.recorder
         usable = allocator.num_blocks - allocator.num_reserved
-        memory = self._parts.store.memory_report()
-        memory["capacity_tokens"] = usable * allocator.block_size
-        memory["utilization_now"] = allocator.num_referenced / usable
-        memory["utilization_peak"] = r.used_blocks_peak / usable
-        if r.held_token_seconds:  # means over time
-            fill = r.written_token_seconds / r.held_token_seconds
-            memory["utilization_mean"] = r.used_block_seconds / r.busy_seconds / usable * fill
-            memory["internal_fragmentation"] = 1 - fill
-        if r.finished_held_tokens:
-            memory["fragmentation_at_end"] = 1 - r.finished_tokens / r.finished_held_tokens
         return {
-            "memory": memory,
+            "memory": self._parts.store.memory_report()
+            | summary.pool_use(r, usable, allocator.num_referenced, allocator.block_size),
             "speed": {**summary.rates(r), **self._loop.latencies.distributions()},
             "cache": summary.cache_counters(r, allocator.evictions),
             "attention": {
@@ -383,43 +348,39 @@ class Engine:
 
     def reset_metrics(self) -> None:
         """Start counting anew, e.g. after a warm-up."""
-        fresh = Recorder()
-        for name in vars(fresh):
-            setattr(self.recorder, name, getattr(fresh, name))
-        self.scheduler.manager.allocator.evictions = 0
-        self._loop.latencies = Latencies()
+        with self._turns.alone():
+            vars(self.recorder).update(vars(Recorder()))
+            self.scheduler.manager.allocator.evictions = 0
+            self._loop.latencies = Latencies()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks nobody references, e.g. after changing the model's weights."""
-        self.scheduler.manager.allocator.reset_cache()
+        with self._turns.alone():
+            self.scheduler.manager.allocator.reset_cache()
 
     def check(self) -> None:
-        """Raise AssertionError on any broken invariant of the pool (DESIGN laws 4 and 5). Between steps."""
-        self.scheduler.manager.check(self.scheduler.requests())
-        self._parts.store.check_null()
+        """Raise AssertionError on any broken invariant of the pool (laws 4 and 5 of LAWS.md)."""
+        with self._turns.alone():
+            self.scheduler.manager.check(self.scheduler.requests())
+            self._parts.store.check_null()
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all requests, free the pool, give the model its attention back. Safe to call twice."""
-        if self._closed:
+        """End all requests, free the pool, give the model its attention back. Calls that wait in other threads end with
+        ClosedError. Safe to call twice."""
+        if not self._turns.close():
             return
-        self._closed = True
-        self._loop.take_in()
-        for request in list(self.scheduler.requests()):
-            self._loop.finish(request, "abort")
-        self._parts.adapter.close()
-        self._parts.store.free()
+        with self._turns.alone():
+            self._loop.end_all()
+            self._parts.adapter.close()
+            self._parts.store.free()
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _spec(spec: Spec) -> dict[str, Any]:
-    return {"name": spec} if isinstance(spec, str) else dict(spec)
 
 
 def _bar(total: int, progress: bool) -> Any:

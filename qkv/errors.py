@@ -1,8 +1,9 @@
-"""Every error a user can cause. The command line prints these as one line; anything else is a bug and keeps its traceback."""
+"""Every error that a user can cause. The command line prints them as one line. Other exceptions are bugs and keep their
+traceback."""
 
 
 class QkvError(Exception):
-    """Base of all errors that are somebody's input, not our bug."""
+    """The base of all errors that come from what a user gave us."""
 
 
 class ConfigError(QkvError, ValueError):
@@ -10,7 +11,11 @@ class ConfigError(QkvError, ValueError):
 
 
 class RequestError(QkvError, ValueError):
-    """One request cannot be served (empty, out of vocabulary, too long); other requests are unaffected."""
+    """One request cannot be served: it is empty, has unknown token ids or is too long. Other requests go on."""
+
+
+class ClosedError(QkvError, RuntimeError):
+    """The engine was closed, before the call or while it waited."""
 
 
 class ModelError(QkvError, ValueError):

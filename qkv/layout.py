@@ -16,9 +16,21 @@ from typing import NamedTuple
 
 import torch
 
-from qkv_kernels.format import STATIC_SCALES, KVFormat, ScaleKind
+from qkv_kernels.format import SIDES, STATIC_SCALES, KVFormat, ScaleKind, Side
 
-__all__ = ["STATIC_SCALES", "AttentionMetadata", "Codes", "HeadFormat", "KVFormat", "LayerShape", "ScaleKind", "Statics"]
+__all__ = [
+    "SIDES",
+    "STATIC_SCALES",
+    "AttentionMetadata",
+    "Codes",
+    "HeadFormat",
+    "HeadStatics",
+    "KVFormat",
+    "LayerShape",
+    "ScaleKind",
+    "Side",
+    "Statics",
+]
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,11 @@ class LayerShape:
     scaling: float  # softmax scale
     window: int | None = None  # a query at p sees keys with p - key < window
     softcap: float | None = None
-    sinks: bool = False  # learned attention-sink logits, one per query head
+    sink_logits: bool = False  # whether the model has learned attention-sink logits, one per query head
+
+    def dim(self, side: Side) -> int:
+        """Head dim of a side: Dk or Dv."""
+        return self.Dk if side == "k" else self.Dv
 
 
 class HeadFormat(NamedTuple):
@@ -42,6 +58,9 @@ class HeadFormat(NamedTuple):
     heads: range
     k: KVFormat
     v: KVFormat
+
+    def of(self, side: Side) -> KVFormat:
+        return self.k if side == "k" else self.v
 
 
 class Codes(NamedTuple):
@@ -56,15 +75,23 @@ class Codes(NamedTuple):
 
 
 class Statics(NamedTuple):
-    """Static parameters of one layer and head range: scales and zeros that are not in the pool.
+    """Static parameters of one side of one layer and head range: the scale and the zero that are not in the pool.
 
-    k_scale, v_scale: [] for "tensor", [H] for "head", [H, D] for "channel", else None. Zeros alike. float32.
+    [] for "tensor", [H] for "head", [H, D] for "channel", else None. float32.
     """
 
-    k_scale: torch.Tensor | None = None
-    k_zero: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-    v_zero: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+
+
+class HeadStatics(NamedTuple):
+    """Static parameters of both sides of one head range."""
+
+    k: Statics = Statics()
+    v: Statics = Statics()
+
+    def of(self, side: Side) -> Statics:
+        return self.k if side == "k" else self.v
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
-"""Names to classes, with discovery and errors made for people.
+"""Finds classes by their registered names, with errors made for people.
 
-A policy is one file: it decorates a dataclass with `@REGISTRY.register("name")`, and discovery imports every module of
-the folder whose name does not start with an underscore. The dataclass's fields are the policy's settings.
-Does not know about: what the policies do.
+Takes: a name, or a mapping of a name and settings. Gives: the class, or an instance. A policy is one file: it decorates a
+dataclass with `@REGISTRY.register("name")`, and discovery imports every module of the folder whose name does not start with an
+underscore. The dataclass's fields are the policy's settings. Does not know about: what the policies do.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A set of named classes of one kind. `package` is the folder that discovery imports, once, on first use."""
+    """The named classes of one kind. `package`: the folder whose modules are imported, once, when a name is first asked for."""
 
     def __init__(self, kind: str, base: type[T], package: str) -> None:
         self.kind, self.base, self.package = kind, base, package
@@ -26,7 +26,8 @@ class Registry(Generic[T]):
         self._discovered = False
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        """Class decorator. Raises TypeError for a non-dataclass or a wrong base, ValueError for a name already taken."""
+        """Class decorator. Raises TypeError for a class that is no dataclass or does not derive from the base, and ValueError for
+        a name that another class has."""
 
         def add(cls: type[T]) -> type[T]:
             if not (issubclass(cls, self.base) and dataclasses.is_dataclass(cls)):
@@ -46,14 +47,14 @@ class Registry(Generic[T]):
         return sorted(self._classes)
 
     def get(self, name: str) -> type[T]:
-        """The class called `name`. Raises ConfigError with a did-you-mean."""
+        """The class registered as `name`. Raises ConfigError that suggests a similar name."""
         self._discover()
         if name not in self._classes:
             raise ConfigError(f"unknown {self.kind} '{name}'; {suggest(name, self._classes)}")
         return self._classes[name]
 
     def build(self, spec: str | Mapping[str, Any] | T) -> T:
-        """'lru' or {'name': 'lru', **fields} -> an instance (an instance passes through). Raises ConfigError."""
+        """An instance, from 'lru' or {'name': 'lru', **fields}; an instance is returned as it is. Raises ConfigError."""
         if isinstance(spec, self.base):
             return spec
         fields = {"name": spec} if isinstance(spec, str) else dict(spec) if isinstance(spec, Mapping) else {}
@@ -72,7 +73,7 @@ class Registry(Generic[T]):
 
 
 def import_policy_modules(modules: list[str]) -> None:
-    """Import out-of-tree policy modules so that they register themselves. Raises ConfigError naming the module."""
+    """Import the users' own policy modules so that they register themselves. Raises ConfigError naming the module."""
     for module in modules:
         try:
             importlib.import_module(module)

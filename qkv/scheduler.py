@@ -1,8 +1,8 @@
-"""Decides what each step runs: continues decodes, prefills in chunks, admits, preempts.
+"""Decides what each step runs: it continues decodes, prefills in chunks, admits and preempts.
 
-Takes: requests. Gives: a StepPlan, with block tables already changed to match. Every running decode advances by one token
-in every step, so when a request next needs a block is known in advance: planning touches only the requests that are due.
-Does not know about: tensors, models, text; time comes only as the step counter.
+Takes: requests. Gives: a StepPlan; the block tables are already changed to match it. Every running decode advances by one
+token in every step, so it is known in advance when a request next needs a block, and planning visits only those that do.
+Does not know about: tensors, models, text, clocks (time is the step counter).
 """
 
 import heapq
@@ -15,7 +15,8 @@ from qkv.types import FinishReason, PrefillChunk, Request, Status, StepPlan, Swa
 
 
 class Scheduler:
-    """First come, first served within a priority; a preempted request returns to its place."""
+    """Serves by priority, and equal priorities in order of arrival. A preempted request returns to its place. The loop calls
+    add, plan, complete, finish and roll_back."""
 
     def __init__(self, manager: BlockManager, preemptor: Preemptor, config: SchedulerConfig, costs: CostModel) -> None:
         self.manager, self.preemptor, self.config, self.costs = manager, preemptor, config, costs
@@ -26,12 +27,16 @@ class Scheduler:
         self._prefilling: dict[int, Request] = {}
         self._decoding: dict[int, Request] = {}
         self._due: dict[int, list[Request]] = {}  # step -> requests that need a block then; stale entries are skipped
-        self._plan = StepPlan(0, [], [], [], [], [])  # the latest, perhaps unfinished
-        self._stalled = False  # nobody waiting can be admitted before something is released
+        self._plan = StepPlan(0, [], [], [], [], [])  # of the current step, perhaps unfinished; roll_back needs it
+        self._stalled = False  # the next waiting request cannot be admitted before another gives blocks back
+        self.current: Request | None = None  # whose blocks are being seen to: the one to end if a policy raises
+        self.token_limit: int | None = None  # tokens of a step, and running requests, at most: set after a lack of memory
+        self.allowed: frozenset[int] | None = None  # ids that may be admitted: set while looking for who makes steps fail
 
     # -- queue -------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
+        """Put a request that is new, or was preempted, into the queue."""
         self._stalled = False
         heapq.heappush(self._waiting, (request.sort_key, request))
 
@@ -39,6 +44,11 @@ class Scheduler:
         """Every unfinished request."""
         yield from self._running.values()
         yield from (r for _, r in self._waiting if r.status is not Status.FINISHED)
+
+    @property
+    def running(self) -> list[Request]:
+        """All that hold device blocks."""
+        return list(self._running.values())
 
     @property
     def num_running(self) -> int:
@@ -50,30 +60,36 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
+        """Whether there is nothing to run."""
         return not self._running and not self._next_waiting()
 
     # -- plan --------------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
-        """The next step. Changes block tables, never token lists; nothing is published before complete()."""
+        """Decide the next step. Changes block tables, never token lists. Blocks that this step fills are published only after
+        it ran: until then their content does not exist."""
         self.step += 1
         self.manager.allocator.step = self.step
         plan = self._plan = StepPlan(self.step, [], [], [], [], [])
         for request in sorted(self._due.pop(self.step, ()), key=lambda r: r.sort_key):
             if request.due_step == self.step and request.status is Status.RUNNING:
+                self.current = request
                 self._grow(request, plan)
-        budget = self.config.max_num_batched_tokens - len(self._decoding)
+        most = self.config.max_num_batched_tokens
+        budget = min(most, self.token_limit or most) - len(self._decoding)
         scored = self.config.max_num_scored_tokens
         for request in sorted(self._prefilling.values(), key=lambda r: r.sort_key):
             budget, scored = self._add_chunk(request, plan, budget, scored)
         if not plan.preempted:
             self._admit(plan, budget, scored)
+        self.current = None
         plan.decodes = list(self._decoding.values())
         if plan.empty and (self._running or self._next_waiting()):
             raise RuntimeError(f"nothing can run: {self.num_running} running, {self.num_waiting} waiting requests")
         return plan
 
     def _grow(self, request: Request, plan: StepPlan) -> None:
+        """Give the request its next block; preempt others for it, or, where the policy says so, the request itself."""
         self.manager.seal(request)
         while not self.manager.grow(request):
             victims = self._victims(self.manager.allocator.blocks_for(request.num_computed + 1) - len(request.blocks))
@@ -86,7 +102,7 @@ class Scheduler:
         self._set_due(request, self.step)
 
     def _victims(self, need: int) -> list[Request]:
-        """The policy's choice, without the first in serving order: one request always makes progress."""
+        """The policy's choice, never with the first request in serving order, so that one request always makes progress."""
         running = sorted(self._running.values(), key=lambda r: r.sort_key)
         chosen = self.preemptor.victims([self.manager.view(r) for r in running], need)
         allowed = {r.id: r for r in running[1:]}
@@ -97,10 +113,11 @@ class Scheduler:
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         view = self.manager.view(request)
-        raw = self.manager.host_blocks(request) - view.num_blocks  # host blocks beside those of its blocks
+        raw = self.manager.host_blocks(request) - view.num_blocks  # host blocks for its raw rows
         host_free = self.manager.host.num_free - raw
         swap = self.preemptor.mode(view, host_free, self.costs) == "swap" and 0 < view.num_blocks <= host_free
         self._leave(request)
+        plan.preempted.append(request)
         if swap:
             plan.swap_out.append(self.manager.swap_out(request))
             request.status = Status.SWAPPED
@@ -108,13 +125,13 @@ class Scheduler:
             self.manager.drop(request)
             request.status = Status.WAITING
         request.preemptions += 1
-        plan.preempted.append(request)
         self.add(request)
 
     def _add_chunk(self, request: Request, plan: StepPlan, budget: int, scored: int) -> tuple[int, int]:
-        """Prefill as much of the request as the budgets allow; returns what is left of them.
+        """Plan to prefill as much of the request as both budgets allow, and return what is left of them.
 
-        The second budget counts logits: a scoring request wants them for most of its positions, others for one.
+        budget: tokens. scored: rows of logits, of which a scoring request wants one for most of its positions. A request that
+        generates wants one row, which is not counted.
         """
         start, end = request.num_computed, request.num_inputs
         size = min(end - start, budget)
@@ -128,8 +145,9 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int, scored: int) -> None:
         self._stalled = False
-        while budget > 0 and len(self._running) < self.config.max_num_seqs and (request := self._next_waiting()):
-            alone = not self._running
+        most = min(self.config.max_num_seqs, self.token_limit or self.config.max_num_seqs)
+        while budget > 0 and len(self._running) < most and (request := self._next_allowed()):
+            self.current, alone = request, not self._running
             if request.status is Status.SWAPPED:
                 copy = self.manager.swap_in(request, alone)
                 if copy is None:
@@ -139,7 +157,7 @@ class Scheduler:
             elif not self.manager.admit(request, alone):
                 self._stalled = True
                 return
-            heapq.heappop(self._waiting)
+            self._pop_waiting(request)
             request.status = Status.RUNNING
             self._running[request.id] = request
             if request.decoding:
@@ -155,8 +173,22 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
 
+    def _next_allowed(self) -> Request | None:
+        request = self._next_waiting()
+        if request is None or self.allowed is None or request.id in self.allowed:
+            return request
+        found = [r for _, r in self._waiting if r.id in self.allowed and r.status is not Status.FINISHED]
+        return min(found, key=lambda r: r.sort_key, default=None)
+
+    def _pop_waiting(self, request: Request) -> None:
+        if self._waiting[0][1] is request:
+            heapq.heappop(self._waiting)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
+            heapq.heapify(self._waiting)
+
     def _set_due(self, request: Request, next_step: int) -> None:
-        """`next_step` is the step in which the request's next token is stored."""
+        """Note the step in which the request needs another block. `next_step`: the step that stores its next token."""
         request.due_step = next_step + self.manager.room(request)
         self._due.setdefault(request.due_step, []).append(request)
 
@@ -164,13 +196,13 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Request]:
-        """Requests that get a token in every step, in the order of plans."""
+        """The requests that get a token in every step, in the order in which a StepPlan lists them."""
         return list(self._decoding.values())
 
     def quiet_steps(self, limit: int) -> int:
-        """How many of the next `limit` steps only decode: nobody can be admitted or prefilled, and the pool has every block
-        they need. The caller knows when a request ends or arrives. (A block published on the way could in theory be the
-        one that a stalled request waits for; then it is admitted after these steps instead of between them.)"""
+        """How many of the next `limit` steps only decode: no request can be admitted or prefilled, and the pool has every block
+        that the decodes need. The caller's limit ends before a request ends or arrives. (A block that fills up in one of these
+        steps could complete the prefix of a stalled request, which is then admitted after them and not between them.)"""
         if self._prefilling or not self._decoding:
             return 0
         if self._next_waiting() and not self._stalled and len(self._running) < self.config.max_num_seqs:
@@ -185,8 +217,9 @@ class Scheduler:
         return limit
 
     def advance(self, seconds: Sequence[float]) -> None:
-        """Take len(seconds) quiet steps, each so long, as plan() and complete() would one by one. The caller has appended
-        their tokens. Costs what the blocks that fill up cost, and not one visit per request and step."""
+        """Take len(seconds) quiet steps at once, with the result of as many plan() and complete(); seconds[i] is how long step i
+        took. The caller has appended the tokens. The work is in proportion to the blocks that fill up, not to requests x steps.
+        """
         allocator, recorder, running = self.manager.allocator, self.recorder, self._running.values()
         written, held = sum(r.num_computed for r in running), sum(len(r.blocks) for r in running) * allocator.block_size
         for duration in seconds:
@@ -194,7 +227,7 @@ class Scheduler:
             allocator.step = self.step
             for request in sorted(self._due.pop(self.step, ()), key=lambda r: r.sort_key):
                 if request.due_step == self.step and request.status is Status.RUNNING:
-                    before = len(request.blocks)
+                    self.current, before = request, len(request.blocks)
                     request.num_computed = before * allocator.block_size  # being due means that its blocks are full
                     self.manager.seal(request)
                     if not self.manager.grow(request):
@@ -204,18 +237,21 @@ class Scheduler:
             written += len(running)
             recorder.count_step(allocator.num_referenced, written, held)
             recorder.weigh_step(duration)
+        self.current = None
         for request in running:
             request.num_computed = len(request.token_ids) - 1
 
     # -- outcome -----------------------------------------------------------------------------------------------------
 
     def complete(self, plan: StepPlan) -> list[Request]:
-        """The step ran: its tokens are in the cache. Returns the requests whose logits are for a new token, in plan order."""
+        """Called after the step ran: the keys and values of its tokens are in the cache. Returns the requests that get a new
+        token from this step's logits, in plan order."""
         for request in plan.decodes:
             request.num_computed += 1
         ready = list(plan.decodes)
         for request, _, end in plan.prefills:
             request.num_computed = end
+            self.current = request
             self.manager.seal(request)
             if end == request.num_inputs:
                 del self._prefilling[request.id]
@@ -223,13 +259,15 @@ class Scheduler:
                     self._decoding[request.id] = request
                     self._set_due(request, self.step + 1)
                     ready.append(request)
+        self.current = None
         self._count()
         return ready
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Release everything the request holds. Safe in any state, once."""
+        """End the request, whatever its state, and release all that it holds. Nothing happens if it has ended already."""
         if request.status is Status.FINISHED:
             return
+        self.current = request
         if request.status is Status.RUNNING:
             self.manager.seal(request)
             self._leave(request)
@@ -237,11 +275,13 @@ class Scheduler:
             self.recorder.finished_held_tokens += len(request.blocks) * self.manager.block_size
         self.manager.release(request)
         request.status, request.finish_reason = Status.FINISHED, reason
+        self.current = None
         self.recorder.finished(reason)
 
     def roll_back(self) -> list[Request]:
-        """The step failed, at whatever point from plan() on. All that runs waits to be prefilled again, and so does what this
-        step swapped out, since its copy may not have happened. Returns these requests; tokens and places are kept."""
+        """Called when a step failed, at any point from plan() on. All running requests go back to the queue, to be prefilled
+        again, and so do those that this step swapped out, since the copy may not have been made. Returns them and the other
+        requests that the step preempted; all keep their tokens and their places."""
         swapped = [r for r in self._plan.preempted if r.status is Status.SWAPPED]
         running = list(self._running.values())
         for request in running:
@@ -252,7 +292,30 @@ class Scheduler:
             request.status = Status.WAITING
         return running + self._plan.preempted
 
+    def start_over(self) -> list[Request]:
+        """A policy raised half-way through the bookkeeping. Every unfinished request waits to be prefilled again, in its place
+        and with its tokens, and the pools are new. Returns these requests; asks no policy."""
+        known = [*self._running.values(), *(r for _, r in self._waiting), *self._plan.preempted, self.current]
+        unfinished = {r.id: r for r in known if r is not None and r.status is not Status.FINISHED}
+        for queue in (self._running, self._prefilling, self._decoding, self._due):
+            queue.clear()
+        self.current, self._waiting, self._stalled = None, [], False
+        self.manager.start_over(unfinished.values())
+        for request in unfinished.values():
+            request.status = Status.WAITING
+            self.add(request)
+        return list(unfinished.values())
+
+    def stop_swapping(self) -> None:
+        """Between steps: swapped requests, too, wait to be prefilled again."""
+        for request in self.requests():
+            if request.status is Status.SWAPPED:
+                self.manager.reset(request)
+                request.status = Status.WAITING
+        self.manager.stop_swapping()
+
     def _leave(self, request: Request) -> None:
+        """Take the request out of what runs; the caller deals with its blocks."""
         self._stalled = False
         del self._running[request.id]
         self._prefilling.pop(request.id, None)
@@ -265,5 +328,5 @@ class Scheduler:
 
 
 def copies(swaps: list[SwapCopy]) -> tuple[list[int], list[int]]:
-    """All copies of one direction of a step as one (device blocks, host blocks) pair."""
+    """The swaps' block copies, joined: (device blocks, host blocks), pair by pair."""
     return [b for s in swaps for b in s.device], [b for s in swaps for b in s.host]

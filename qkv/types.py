@@ -1,6 +1,6 @@
-"""Requests and plans: the data that flows through the engine. Data only; no torch.
+"""The data that flows through the engine: sampling parameters, requests, step plans, outputs. It does nothing and needs no torch.
 
-Units: times are seconds of the engine's clock, sizes are tokens or blocks as named.
+Units: times are seconds of the engine's clock; sizes are tokens or blocks, as the names say.
 """
 
 import math
@@ -13,21 +13,21 @@ from qkv.validate import check_types, require
 
 BlockId = int
 BlockHash = bytes
-NULL_BLOCK: BlockId = 0  # reserved; its content stays zero, padding of block tables points at it
+NULL_BLOCK: BlockId = 0  # reserved; its content stays zero, and the padding of block tables points at it
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to continue one prompt.
 
-    max_tokens: new tokens at most; None means up to the model's or the pool's limit.
+    max_tokens: how many new tokens at most; None: as many as the model and the pool allow.
     temperature: 0 is greedy. top_k 0, top_p 1 and min_p 0 switch those filters off.
     seed: makes the request's samples independent of everything else in the batch.
-    stop, stop_token_ids: strings and ids that end the text; the stop itself is not part of the output text.
-    logprobs: number of alternatives reported per token (0: just the chosen one; None: nothing).
-    priority: a lower value is served earlier; equal values in order of arrival.
+    stop, stop_token_ids: strings and ids that end the text, which does not contain them.
+    logprobs: how many alternatives are reported per token (0: only the chosen one; None: nothing).
+    priority: requests of a lower value are served earlier, and those of equal values in order of arrival.
 
-    Raises ConfigError when constructed out of range.
+    Raises ConfigError for a value of a wrong type or out of range.
     """
 
     max_tokens: int | None = 16
@@ -74,53 +74,55 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sequence and all its mutable state. Touched by the stepping thread only.
+    """One sequence and all its mutable state. Only the stepping thread changes it.
 
-    token_ids is prompt + output. The keys and values of the first `num_computed` tokens are in the cache; a decoding
-    request has exactly one token (its newest) whose K and V are not. `blocks` is its block table.
+    token_ids: the prompt and the output so far. The keys and values of the first `num_computed` tokens are in the cache; those
+    of a decoding request's newest token are not yet. blocks: the block table.
     """
 
     id: int
     prompt_len: int
     token_ids: list[int]
     params: SamplingParams
-    max_tokens: int  # resolved: never None
+    max_tokens: int  # a number, where the parameters' may be None
     arrival: float = 0.0
-    score_from: int | None = None  # a scoring request: logits wanted for tokens score_from..end; nothing is sampled
-    salt: str = ""  # separates prefix caches of tenants
+    score_from: int | None = None  # of a scoring request: the first token whose log-probability is wanted; nothing is sampled
+    salt: str = ""  # requests with different salts share no blocks
 
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
+    failure: Exception | None = None  # what `error` tells in words, where an exception ended it
     num_computed: int = 0
     blocks: list[BlockId] = field(default_factory=list)
     host_blocks: list[BlockId] = field(default_factory=list)
-    hashes: list[BlockHash] = field(default_factory=list)  # of full blocks of token_ids, extended as they fill
-    num_sealed: int = 0  # blocks whose content is complete
-    admissions: int = 0  # times it got blocks: a lookup after the first is not evidence that prompts repeat
-    scored_to: int = 0  # scoring requests: tokens before this index have their log-probability
-    due_step: int = -1  # step at which its next block is needed
-    tail_slot: int = -1  # where its raw tail and the raw first tokens of its sequence are, while it runs
-    sink_slot: int = -1
+    hashes: list[BlockHash] = field(default_factory=list)  # of the full blocks of token_ids, extended as blocks fill up
+    num_sealed: int = 0  # how many blocks were full and offered for publication
+    admissions: int = 0  # how often it got blocks: prefix lookups after the first time are counted apart
+    scored_to: int = 0  # of a scoring request: tokens before this index have their log-probability
+    due_step: int = -1  # the step in which it needs its next block
+    tail_slot: int = -1  # slot of its raw tail while it runs, where the formats keep tails
+    sink_slot: int = -1  # slot of the raw rows of its sequence's sink tokens, where the formats keep them
 
-    num_dropped: int = 0  # tokens computed before a recompute preemption
-    cached_tokens: int = 0  # prefix hit at first admission
+    num_dropped: int = 0  # tokens that were computed when it was last preempted by recomputation
+    cached_tokens: int = 0  # tokens found in the prefix cache when it was first admitted
     preemptions: int = 0
     first_scheduled: float | None = None
     token_times: list[float] = field(default_factory=list)
 
     @property
     def num_inputs(self) -> int:
-        """Tokens that go through the model before anything is sampled: all of them, but a scoring request's last."""
+        """How many tokens go through the model as input: all, or all but the last of a scoring request."""
         return len(self.token_ids) - (self.score_from is not None)
 
     @property
     def decoding(self) -> bool:
+        """Whether all tokens but the newest, an output token, are in the cache."""
         return self.score_from is None and self.num_computed == len(self.token_ids) - 1 and self.num_computed >= self.prompt_len
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """Serving order: priority, then arrival. Kept through preemption, so a victim returns to its place."""
+        """Serving order: priority, then arrival. Preemption does not change it, so a victim returns to its place."""
         return (self.params.priority, self.id)
 
 
@@ -133,22 +135,25 @@ class RequestView(NamedTuple):
     num_tokens: int
     num_computed: int
     num_blocks: int
-    num_private_blocks: int  # blocks nobody else references: what preempting it would free
+    num_private_blocks: int  # blocks that no other request references: those that preempting it would free
     preemptions: int
 
 
 class PrefillChunk(NamedTuple):
+    """Consecutive tokens of one request that one step prefills."""
+
     request: Request
     start: int  # first token index of the chunk
     end: int  # one past the last
 
     @property
     def completes(self) -> bool:
+        """Whether the request's prefill ends with this chunk."""
         return self.end == self.request.num_inputs
 
 
 class SwapCopy(NamedTuple):
-    """Byte copies of one request between the device pool and the host pool: blocks pairwise, then its raw rows, if any."""
+    """The copies that swap one request out or in: device[i] to or from host[i], and its raw rows, if it has any."""
 
     device: list[BlockId]
     host: list[BlockId]
@@ -159,7 +164,8 @@ class SwapCopy(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step does: copy out, copy in, then one forward over `decodes` (one token each) and `prefills`."""
+    """What one step does: it copies swapped requests out and in, then runs one forward over `decodes`, one token each, and
+    `prefills`. preempted: the requests that gave way, swapped or not."""
 
     step: int
     decodes: list[Request]
@@ -179,13 +185,13 @@ class StepPlan:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds, from the moment the engine accepted the request. None when it did not get that far."""
+    """Times in seconds; queue_time, ttft and e2e count from the arrival. None: the request did not get that far."""
 
-    queue_time: float | None = None
-    ttft: float | None = None
+    queue_time: float | None = None  # until the first step that computed some of its tokens
+    ttft: float | None = None  # until the first output token
     tpot: float | None = None  # mean time per output token after the first
-    itl: list[float] = field(default_factory=list)
-    e2e: float | None = None
+    itl: list[float] = field(default_factory=list)  # times between one output token and the next
+    e2e: float | None = None  # until the last token
     cached_tokens: int = 0
     preemptions: int = 0
 
@@ -198,7 +204,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request, or (finish_reason None) its state so far when streaming. id: -1 if it was refused at the door."""
+    """A finished request or, in a stream, what it has so far (finish_reason None). id: -1 for a request that was refused."""
 
     id: int
     prompt_token_ids: list[int]

@@ -1,4 +1,4 @@
-"""Turn plain mappings (from YAML or keyword arguments) into dataclasses, with errors made for people.
+"""Turns plain mappings (from YAML or keyword arguments) into dataclasses, with errors made for people.
 
 Takes: a dataclass and a mapping. Gives: an instance, or a ConfigError that names the key, the value and what is allowed.
 Does not know about: Hydra, files, policies.
@@ -24,7 +24,7 @@ _UNITS |= {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")}
 
 
 def suggest(name: str, allowed: Iterable[str]) -> str:
-    """The tail of an error message: a did-you-mean when something is close, then the allowed names."""
+    """The end of an error message: "did you mean ..." where an allowed name is similar, then all allowed names."""
     names = sorted(allowed)
     close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"did you mean '{close[0]}'? " if close else ""
@@ -42,10 +42,10 @@ def parse_bytes(value: int | float | str | None, where: str) -> int | None:
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Build dataclass `cls` from `values`. `where` (e.g. 'quantizer.int8') opens every message.
+    """Build dataclass `cls` from `values`. Every error message begins with `where`, e.g. 'quantizer.int8'.
 
-    Unknown keys, wrong types and (through __post_init__) values out of range raise ConfigError.
-    Nested dataclass fields take mappings.
+    Raises ConfigError for unknown keys, missing keys, wrong types and, through __post_init__, values out of range.
+    A field whose type is a dataclass takes a mapping.
     """
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     hints = _hints(cls)  # type: ignore[arg-type]
@@ -69,13 +69,13 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def require(ok: bool, field: str, value: object, allowed: str) -> None:
-    """Range check for __post_init__: raises ConfigError naming the field, its value and what is allowed."""
+    """A range check for __post_init__: raises ConfigError, naming the field, its value and what is allowed, unless `ok`."""
     if not ok:
         raise ConfigError(f"{field}={value!r} is not allowed; it must be {allowed}")
 
 
 def check_types(instance: Any) -> None:
-    """Raise ConfigError unless every field of a dataclass that users construct by hand fits its annotation."""
+    """Raise ConfigError unless every field's value fits its annotation; for dataclasses that users construct by hand."""
     for name, hint in _hints(type(instance)).items():  # type: ignore[arg-type]
         _coerce(getattr(instance, name), hint, name)
 
@@ -86,6 +86,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:
+    """The value as the type `hint` asks for it. Raises ConfigError, beginning with `where`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
@@ -119,7 +120,10 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
             raise ConfigError(f"{where}: expected a mapping, got {value!r}")
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{where}: a whole number of {value.bit_length()} bits is too large") from None
     if hint in (int, float, str, bool):
         if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
             raise ConfigError(f"{where}: expected {hint.__name__}, got {value!r}")

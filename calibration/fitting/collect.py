@@ -132,22 +132,25 @@ def check_finite(stats: dict[int, Stats], layers: Sequence[LayerShape]) -> None:
             )
 
 
-def raw_sinks(quantizer: Quantizer) -> int:
-    """Tokens at the start of a document that the quantizer keeps raw, so that no range needs to hold them."""
-    return int(getattr(quantizer, "sink_tokens", 0))
-
-
 def data_fingerprint(documents: Sequence[Sequence[int]]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([list(tokens) for tokens in documents]).encode())
 
 
-def provenance(engine: "Engine", documents: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The part of a file's metadata that says which model and which data it came from. warnings: of too little text."""
-    tokens = sum(map(len, documents))
+def identity(engine: "Engine", documents: Sequence[Sequence[int]], sink_tokens: int) -> dict[str, Any]:
+    """What two runs must have in common for one to continue the other's statistics."""
     return {
         "model": engine.loaded.name,
         "model_fingerprint": engine.loaded.fingerprint,
+        "dtype": engine.config.model.dtype,
+        "sink_tokens": sink_tokens,
         "data_fingerprint": data_fingerprint(documents),
+    }
+
+
+def provenance(engine: "Engine", documents: Sequence[Sequence[int]], sink_tokens: int) -> dict[str, Any]:
+    """The part of a file's metadata that says which model and which data it came from. warnings: of too little text."""
+    tokens = sum(map(len, documents))
+    return identity(engine, documents, sink_tokens) | {
         "documents": len(documents),
         "tokens": tokens,
         "warnings": text_warnings(tokens),
@@ -168,7 +171,7 @@ def quantizer_metadata(quantizer: Quantizer, method: str) -> dict[str, Any]:
     return {"quantizer": quantizer.name, "quantizer_fields": settings, "method": method}
 
 
-def calibrate(
+def absmax_scales(
     engine: "Engine",
     token_lists: Sequence[Sequence[int]],
     quantizer: Quantizer,
@@ -182,7 +185,7 @@ def calibrate(
     documents = [list(tokens) for tokens in token_lists if tokens]
     if not documents:
         raise ScaleError("calibration got no tokens; give documents with text")
-    collector = Collector(sorted(quantizer.observers()), skip=raw_sinks(quantizer))
+    collector = Collector(sorted(quantizer.observers()), skip=quantizer.raw_sink_tokens())
     with engine.observe(collector):
         for i, tokens in enumerate(documents):
             collector.begin()
@@ -190,5 +193,5 @@ def calibrate(
             if progress:
                 progress(i + 1, len(documents))
     check_finite(collector.stats, engine.layers)
-    metadata = provenance(engine, documents) | quantizer_metadata(quantizer, "absmax")
+    metadata = provenance(engine, documents, quantizer.raw_sink_tokens()) | quantizer_metadata(quantizer, "absmax")
     return ScaleFile(quantizer.tensors_from_stats(collector.stats), metadata)

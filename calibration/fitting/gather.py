@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from calibration.fitting.collect import FULL, Collector, Stats, check_finite, data_fingerprint, provenance, run_document
+from calibration.fitting.collect import FULL, Collector, check_finite, identity, provenance, run_document
 from calibration.fitting.statistics import Statistics
 from qkv.errors import ScaleError
 
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 def observed(
     engine: "Engine", documents: Sequence[Sequence[int]], sink_tokens: int, progress: Callable[[int], None] | None = None
-) -> dict[int, Stats]:
-    """Statistics of all documents by layer, in memory only. progress(tokens) after each. Raises ScaleError as gather() does."""
+) -> Statistics:
+    """Statistics of all documents, in memory only. progress(tokens) after each. Raises ScaleError as gather() does."""
     collector = Collector(FULL, sink_tokens)
     with engine.observe(collector):
         for tokens in documents:
@@ -31,7 +31,7 @@ def observed(
             if progress:
                 progress(len(tokens))
     check_finite(collector.stats, engine.layers)
-    return collector.stats
+    return Statistics(collector.stats, provenance(engine, documents, sink_tokens))
 
 
 def gather(
@@ -50,35 +50,29 @@ def gather(
     """
     if not documents:
         raise ScaleError("calibration got no tokens; give documents with text")
-    identity = {
-        "model": engine.loaded.name,
-        "model_fingerprint": engine.loaded.fingerprint,
-        "dtype": engine.config.model.dtype,
-        "sink_tokens": sink_tokens,
-        "data_fingerprint": data_fingerprint(documents),
-    }
+    made_of = identity(engine, documents, sink_tokens)
     collector, done = Collector(FULL, sink_tokens), 0
     if checkpoint.exists():
-        found = _resumable(checkpoint, identity)
+        found = _resumable(checkpoint, made_of)
         if found is not None:
             collector.stats, done = found.layers, int(found.metadata["done"])
             log.warning("resumed after %d of %d documents, from %s", done, len(documents), checkpoint.name)
     if progress:
         progress(sum(map(len, documents[:done])))
-    Statistics(collector.stats, identity | {"done": done}).save(checkpoint)
+    Statistics(collector.stats, made_of | {"done": done}).save(checkpoint)
     with engine.observe(collector):
         for i, tokens in enumerate(documents[done:], done + 1):
             collector.begin()
             run_document(engine, tokens)
             if i % every == 0 or i == len(documents):
-                Statistics(collector.stats, identity | {"done": i}).save(checkpoint)
+                Statistics(collector.stats, made_of | {"done": i}).save(checkpoint)
             if progress:
                 progress(len(tokens))
     check_finite(collector.stats, engine.layers)
-    return Statistics(collector.stats, identity | provenance(engine, documents))
+    return Statistics(collector.stats, provenance(engine, documents, sink_tokens))
 
 
-def _resumable(checkpoint: Path, identity: dict[str, object]) -> Statistics | None:
+def _resumable(checkpoint: Path, made_of: dict[str, object]) -> Statistics | None:
     """The checkpoint if it can be continued; the reason is logged if not."""
     with contextlib.suppress(KeyError, TypeError):
         try:
@@ -86,7 +80,7 @@ def _resumable(checkpoint: Path, identity: dict[str, object]) -> Statistics | No
         except ScaleError as error:
             log.warning("starting anew: %s", error)
             return None
-        other = [key for key, value in identity.items() if found.metadata[key] != value]
+        other = [key for key, value in made_of.items() if found.metadata[key] != value]
         if not other and isinstance(found.metadata["done"], int):
             return found
         log.warning("starting anew: %s is of a run with another %s", checkpoint.name, " and ".join(other) or "version")

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from calibration.fitting.collect import raw_sinks
-from qkv.layout import LayerShape
+from qkv.layout import LayerShape, Side
 from qkv.policies.quantizer.base import Quantizer
 
 FIRST = 8  # positions whose share of attention is reported
@@ -77,19 +76,18 @@ def mix(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.einsum("hgts,shd->hgtd", weights, v)
 
 
-def _stored(quantizer: Quantizer, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
+def _stored(quantizer: Quantizer, layer: int, side: Side, x: torch.Tensor) -> torch.Tensor:
     """What attention reads of a whole document: the first tokens raw where the quantizer keeps them so."""
     out = roundtrip(quantizer, layer, side, x)
-    raw = raw_sinks(quantizer)
+    raw = quantizer.raw_sink_tokens()
     out[:raw] = x[:raw]
     return out
 
 
-def roundtrip(quantizer: Quantizer, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
+def roundtrip(quantizer: Quantizer, layer: int, side: Side, x: torch.Tensor) -> torch.Tensor:
     """What is read back of K or V rows x [T, H, D]; layer: index into the bound layers."""
-    encode, decode = (quantizer.encode_k, quantizer.decode_k) if side == "k" else (quantizer.encode_v, quantizer.decode_v)
-    parts = []
-    for part, ranges in enumerate(quantizer.formats(layer)):
+    out = []
+    for i, ranges in enumerate(quantizer.formats(layer)):
         rows = x[:, ranges.heads.start : ranges.heads.stop]
-        parts.append(decode(encode(rows, layer, part), layer, torch.float32, part))
-    return torch.cat(parts, 1)
+        out.append(quantizer.decode(quantizer.encode(rows, side, layer, i), side, layer, torch.float32, i))
+    return torch.cat(out, 1)

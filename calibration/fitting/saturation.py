@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from calibration.fitting.collect import raw_sinks
-from qkv.layout import STATIC_SCALES, KVFormat, LayerShape
+from qkv.layout import SIDES, STATIC_SCALES, KVFormat, LayerShape
 from qkv.policies.quantizer.base import Quantizer
 from qkv_kernels.reference import codec
 
@@ -46,7 +45,7 @@ class Saturation:
 
     def __init__(self, layers: Sequence[LayerShape], quantizer: Quantizer) -> None:
         self._index = {layer.index: n for n, layer in enumerate(layers)}
-        self._quantizer, self._raw = quantizer, raw_sinks(quantizer)
+        self._quantizer, self._raw = quantizer, quantizer.raw_sink_tokens()
         self.fits: dict[int, dict[str, Fit]] = {layer.index: {} for layer in layers}
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -54,7 +53,8 @@ class Saturation:
         n = self._index[layer]
         for ranges, s in zip(self._quantizer.formats(n), self._quantizer.statics(n), strict=True):
             heads = slice(ranges.heads.start, ranges.heads.stop)
-            for side, fmt, x, scale, zero in (("k", ranges.k, k, s.k_scale, s.k_zero), ("v", ranges.v, v, s.v_scale, s.v_zero)):
+            for side, x in zip(SIDES, (k, v), strict=True):
+                fmt, (scale, zero) = ranges.of(side), s.of(side)
                 if fmt.scale in STATIC_SCALES and scale is not None:
                     _add(self.fits[layer].setdefault(side, Fit()), x[self._raw :, heads].float().cpu(), fmt, scale, zero)
 

@@ -91,7 +91,7 @@ def build(config: Mapping[str, Any], folder: Path, choice: str | None = None) ->
         resolve(engine.model)
     except ModelError as error:
         raise ConfigError(str(error)) from None
-    if engine.scales is not None and not Path(engine.scales).expanduser().is_file():
+    if isinstance(engine.scales, str) and not Path(engine.scales).expanduser().is_file():
         raise ConfigError(f"scales: '{engine.scales}' is not a file; give a scale file, or scales=null to calibrate in memory")
 
     cls = EXPERIMENTS.get(name)

@@ -76,7 +76,7 @@ class Workload:
 
 
 @dataclass(slots=True)
-class Planned:
+class Arrival:
     """One request. at: seconds after the start; None: whenever a place is free. turn: of its conversation, from 0."""
 
     index: int
@@ -116,7 +116,7 @@ class Traffic:
         work = self.workload
         return min(work.num_requests, len(self._lines)) if work.arrivals == "trace" else work.num_requests
 
-    def __iter__(self) -> Iterator[Planned]:
+    def __iter__(self) -> Iterator[Arrival]:
         """First turns, in order of arrival."""
         work = self.workload
         if work.arrivals == "trace":
@@ -136,7 +136,7 @@ class Traffic:
             prefix = self._prefix(groups.choices(range(work.prefix_groups), self._weights)[0]) if work.prefix_groups else []
             yield self._fitted(index, prefix, own, output, when, 0)
 
-    def next_turn(self, last: Planned, history: list[int], now: float) -> Planned | None:
+    def next_turn(self, last: Arrival, history: list[int], now: float) -> Arrival | None:
         """What follows in the conversation of `last`, whose tokens are now `history`; None at its end, or where another
         turn would not fit."""
         work, turn = self.workload, last.turn + 1
@@ -158,11 +158,11 @@ class Traffic:
             return max(1, round(rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)))
         return mean
 
-    def _fitted(self, index: int, before: list[int], own: int, output: int, at: float | None, turn: int) -> Planned:
+    def _fitted(self, index: int, before: list[int], own: int, output: int, at: float | None, turn: int) -> Arrival:
         if (limit := self.workload.max_tokens) is not None:
             own = min(own, limit - len(before) - 2)
             output = min(output, limit - len(before) - own)
-        return Planned(index, before + self._own(index, turn, own), max(2, output), at, turn)
+        return Arrival(index, before + self._own(index, turn, own), max(2, output), at, turn)
 
     def _own(self, index: int, turn: int, n: int) -> list[int]:
         start = (index * 0x9E3779B1 + turn * 0x85EBCA6B) % _RING
@@ -178,12 +178,12 @@ class Traffic:
             parts += self._ring[:_RING]
         return parts[:n]
 
-    def _from_line(self, index: int, line: Line, at: float | None) -> Planned:
+    def _from_line(self, index: int, line: Line, at: float | None) -> Arrival:
         if isinstance(line.prompt_tokens, list):
-            return Planned(index, list(line.prompt_tokens), line.output_tokens, at)
+            return Arrival(index, list(line.prompt_tokens), line.output_tokens, at)
         shared = self._prefix(line.prefix_group, line.prefix_tokens) if line.prefix_group is not None else []
         own = max(0, line.prompt_tokens - len(shared))
-        return Planned(index, (shared + self._own(index, 0, own))[: line.prompt_tokens], line.output_tokens, at)
+        return Arrival(index, (shared + self._own(index, 0, own))[: line.prompt_tokens], line.output_tokens, at)
 
 
 def read_lines(path: str) -> list[Line]:

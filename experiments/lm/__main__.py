@@ -1,9 +1,9 @@
-"""lm-eval's own command line, which here knows the model `qkv`.
+"""lm-eval's own command line, with the model `qkv` added.
 
     python -m experiments.lm --model qkv --model_args model=smollm2,quantizer=int8 --tasks cloze --include_path conf/tasks
 
-Everything is lm-eval's: its options, tasks and output. lm-eval up to 0.4.13 imports no models of others, hence this file. Its
-next release reads entry points (docs/plugins.md there); ours is in pyproject.toml: `PYTHONPATH=. lm-eval --model qkv ...`.
+All else is lm-eval's: options, tasks and output. This file exists because lm-eval up to 0.4.13 imports no models of others. Its
+next release reads entry points (docs/plugins.md there), and ours is in pyproject.toml: `PYTHONPATH=. lm-eval --model qkv ...`.
 Exit codes: 0 done · 1 the run failed · 2 an argument is wrong · 130 interrupted.
 """
 

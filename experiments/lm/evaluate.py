@@ -1,6 +1,7 @@
-"""One task on one model: lm-eval's result, what the engine did for it, and the score of every sample.
+"""Runs one task on one model and returns lm-eval's result, what the engine did for it, and the score of every sample.
 
-Takes: a QkvLM and a task. Gives: an Evaluation, which is JSON. Does not know about: baselines, tables, where results are kept.
+Takes: a QkvLM and a task. Gives: a result, which is plain JSON, and Scores. Does not know about: baselines, tables, where results
+are kept.
 """
 
 import json
@@ -30,8 +31,9 @@ SEEDS = (0, 1234, 1234, 1234)  # lm-eval's defaults: random, numpy, torch, few-s
 
 @dataclass(frozen=True)
 class Settings:
-    """limit: samples of each task, None for all. fewshot: examples before each, None for the task's own number. chat: through
-    the model's chat template. generation: instead of a task's own generation_kwargs, key by key."""
+    """How tasks are run. limit: how many samples of each task; None: all. fewshot: how many examples before each sample; None: as
+    the task says. chat: put prompts into the model's chat template. generation: replaces a task's own generation_kwargs, key by
+    key."""
 
     limit: int | None = None
     fewshot: int | None = None
@@ -40,8 +42,8 @@ class Settings:
 
 
 def run(lm: QkvLM, name: str, task: Any, settings: Settings) -> dict[str, Any]:
-    """lm-eval's own results of one task, plus "qkv": {seconds, samples, prefill_tokens, scored_tokens, generated_tokens,
-    fraction_read_from_cache, hit_rate, truncated_requests, truncated_tokens}. Always from a cold prefix cache, so that every
+    """lm-eval's own results of one task, with "qkv": {seconds, samples, prefill_tokens, scored_tokens, generated_tokens,
+    fraction_read_from_cache, hit_rate, truncated_requests, truncated_tokens}. The prefix cache is emptied first, so that every
     quantizer runs the same schedule, whatever ran before."""
     lm.reset_counts()
     lm.engine.reset_prefix_cache()
@@ -60,14 +62,18 @@ def run(lm: QkvLM, name: str, task: Any, settings: Settings) -> dict[str, Any]:
 
 
 def timed(lm: Any, name: str, task: Any, settings: Settings) -> dict[str, Any]:
-    """Of any lm-eval model: lm-eval's results of one task, plus "qkv": {seconds, samples}. All of it is JSON."""
+    """For any lm-eval model: lm-eval's results of one task, with "qkv": {seconds, samples}. All of it is plain JSON."""
     configure(task, settings)
     random.seed(SEEDS[0])
     np.random.seed(SEEDS[1])
     torch.manual_seed(SEEDS[2])
     began = time.perf_counter()
     with ExitStack() as stack:
-        for module in ("lm_eval.api.task", "lm_eval.api.model", "lm_eval.models.huggingface"):  # bars without a switch
+        for module in (
+            "lm_eval.api.task",
+            "lm_eval.api.model",
+            "lm_eval.models.huggingface",
+        ):  # their progress bars have no switch
             if module in sys.modules:
                 stack.enter_context(mock.patch(f"{module}.tqdm", _no_bar))
         out = evaluator.evaluate(
@@ -90,8 +96,8 @@ def _no_bar(*args: Any, **options: Any) -> Any:
 
 
 def configure(task: Any, settings: Settings) -> None:
-    """What lm-eval's simple_evaluate does to a task before it runs it. The few-shot generator starts anew: a task is run by
-    every quantizer, on the same prompts."""
+    """Do to a task what lm-eval's simple_evaluate does before it runs one. The generator of few-shot examples starts anew, so
+    every quantizer runs the task on the same prompts."""
     if settings.fewshot is not None and task.get_config("num_fewshot") != 0:
         task.set_config(key="num_fewshot", value=settings.fewshot)
     elif task.get_config("num_fewshot") is None:
@@ -103,7 +109,7 @@ def configure(task: Any, settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class Sample:
-    """score: more is better. answer: what the model chose or wrote."""
+    """One sample of a task and how a model did. score: higher is better. answer: what the model chose or wrote."""
 
     id: int
     score: float
@@ -114,7 +120,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one metric of one task. unit: of the samples' scores; "points" for shares of right answers. stderr: of `value`."""
+    """One metric of one task. value, stderr: lm-eval's value of the metric and its standard error. unit: of the samples' scores;
+    "points" where they are shares of right answers. binary: all scores are 0 or 1."""
 
     metric: str
     value: float
@@ -125,8 +132,8 @@ class Scores:
 
 
 def scores(result: Mapping[str, Any], task: str, metric: str | None = None) -> Scores:
-    """Of a metric of the task; None: the one that its YAML names first. Raises ConfigError for a metric that it has not, or that
-    cannot be compared sample by sample."""
+    """The Scores of one metric of the task; None: the metric that its YAML names first. Raises ConfigError for a metric that the
+    task does not have, or that cannot be compared sample by sample."""
     keys = [key for key in result["results"][task] if "," in key and "_stderr," not in key]
     listed = [str(entry["metric"]) for entry in result["configs"][task].get("metric_list") or []]
     names = [*listed, *(key.split(",")[0] for key in keys)]
@@ -138,13 +145,13 @@ def scores(result: Mapping[str, Any], task: str, metric: str | None = None) -> S
     raw = [s[metric] for s in rows]
     better = result["higher_is_better"][task].get(metric)
     value = float(result["results"][task][found])
-    if all(isinstance(x, list) and len(x) == 2 for x in raw):  # log-likelihood and weight (words or bytes)
+    if all(isinstance(x, list) and len(x) == 2 for x in raw):  # a log-likelihood and its weight, a number of words or bytes
         weights = [float(w) for _, w in raw]
         each, unit = [float(x) / w for (x, w), w in zip(raw, weights, strict=True)], f"nats per {_weighed(metric)}"
         stderr = _weighted_error(each, weights) * (value if metric != "bits_per_byte" else 1 / math.log(2))
     elif not all(isinstance(x, int | float) for x in raw):
         raise ConfigError(f"task '{task}': '{metric}' has no score per sample, so quantizers cannot be compared on it")
-    elif metric == "perplexity":  # of a cloze: the sample's value is its log-likelihood
+    elif metric == "perplexity":  # in a cloze task the sample's value is its log-likelihood
         each, unit = [float(x) for x in raw], "nats"
         stderr = _error(each) * value
     else:
@@ -181,7 +188,7 @@ def _error(values: list[float]) -> float:
 
 
 def _weighted_error(values: list[float], weights: list[float]) -> float:
-    """Of the weighted mean, samples being the independent units."""
+    """The standard error of the weighted mean, where samples are independent of each other."""
     n, total = len(values), sum(weights)
     if n < 2:
         return math.nan

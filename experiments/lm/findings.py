@@ -1,26 +1,25 @@
-"""What experiment=accuracy found, as tables on the screen, in W&B, and as one self-contained page.
+"""Shows what experiment=accuracy found: as tables on the screen and in W&B, and as one page that needs no other file.
 
 Takes: a run's record.json and flips.json. Gives: the same tables everywhere, and the frontier of bits against KL divergence.
 Does not know about: how anything was measured.
 """
 
-import html
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.harness.page import STYLE, pareto
+from experiments.harness.page import STYLE, pareto, render
 from experiments.harness.plots import frontier
 from experiments.harness.table import console, number, show
 from experiments.measuring.bits import bits, on_frontier
 from qkv.errors import ConfigError
 
-_SHOWN = 12  # flips on the screen
+_SHOWN = 12  # so many flips are shown on the screen
 
 
 class Table(NamedTuple):
-    """name: for files and W&B. note: how to read it. text: columns of words."""
+    """One table. name: its name in W&B. note: how to read it. text: indices of the columns that hold words, not numbers."""
 
     name: str
     title: str
@@ -31,7 +30,7 @@ class Table(NamedTuple):
 
 
 def tables(record: Mapping[str, Any], flips: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Verdicts, divergence and flips of a run, as far as it went."""
+    """The tables of verdicts, divergence and flips. A run that was cut short has the rows that it finished."""
     return [_verdicts(record), _divergence(record), _flips(flips)]
 
 
@@ -131,36 +130,45 @@ def _short(cells: Sequence[str]) -> list[str]:
 
 
 def write(record: Mapping[str, Any], flips: Sequence[Mapping[str, Any]], out: Path) -> Path:
-    """The page. Needs nothing from the network. Raises ConfigError when it cannot be written."""
-    parts = []
-    for table in tables(record, flips):
-        heads = "".join(f"<th>{html.escape(c)}</th>" for c in table.columns)
-        body = "\n".join(
-            "<tr>" + "".join(f'<td class="{_cell_class(table, i, c)}">{html.escape(c)}</td>' for i, c in enumerate(row)) + "</tr>"
-            for row in table.rows
-        )
-        count = f" ({len(table.rows)})" if table.name == "flips" else ""
-        parts.append(
-            f"<h2>{html.escape(table.title)}{count}</h2><table><tr>{heads}</tr>{body}</table><p>{html.escape(table.note)}</p>"
-        )
+    """Write the page, which loads nothing from the network. Raises ConfigError when the file cannot be written."""
     points = [
         {"label": row["label"], "bits": bits(row), "kl": row["accuracy"]["kl_divergence"]}
         for row in record["rows"]
         if "memory" in row and "kl_divergence" in row["accuracy"]
     ]
-    state = "<p><b>This run did not finish.</b></p>" if record.get("interrupted") or record.get("error") else ""
-    page = (
-        f'<!doctype html><meta charset="utf-8"><title>qkv accuracy</title><style>{STYLE}\n'
-        "td { vertical-align: top } .loss { color: #b00; font-weight: bold } .prompt { color: #777; max-width: 40em }</style>"
-        f"<h1>Accuracy through the quantized cache</h1>{state}{''.join(parts)}"
-        f"{pareto(points, 'bits against KL divergence', 'bits', 'kl', False)}"
-        f"<h2>Settings</h2><pre>{html.escape(json.dumps(record['config'], indent=1))}</pre>"
+    page = render(
+        _PAGE,
+        style=STYLE,
+        tables=tables(record, flips),
+        cell_class=_cell_class,
+        unfinished=record.get("interrupted") or record.get("error"),
+        plot=pareto(points, "bits against KL divergence", "bits", "kl", False),
+        settings=json.dumps(record["config"], indent=1),
     )
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write the report '{out}': {error.strerror}") from None
     return out
+
+
+_PAGE = """<!doctype html><meta charset="utf-8"><title>qkv accuracy</title><style>{{ style }}
+td { vertical-align: top } .loss { color: #b00; font-weight: bold } .prompt { color: #777; max-width: 40em }</style>
+<h1>Accuracy through the quantized cache</h1>
+{% if unfinished %}
+<p><b>This run did not finish.</b></p>
+{% endif %}
+{% for table in tables %}
+<h2>{{ table.title }}{% if table.name == "flips" %} ({{ table.rows | length }}){% endif %}</h2>
+<table><tr>{% for column in table.columns %}<th>{{ column }}</th>{% endfor %}</tr>
+{% for row in table.rows %}
+<tr>{% for cell in row %}<td class="{{ cell_class(table, loop.index0, cell) }}">{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table><p>{{ table.note }}</p>
+{% endfor %}
+{{ plot }}
+<h2>Settings</h2><pre>{{ settings }}</pre>
+"""
 
 
 def _cell_class(table: Table, column: int, text: str) -> str:
@@ -172,7 +180,7 @@ def _cell_class(table: Table, column: int, text: str) -> str:
 
 
 def plot(record: Mapping[str, Any], out: Path) -> None:
-    """The frontier, of the rows that have both: bits against KL divergence and perplexity."""
+    """Plot the frontier: bits against KL divergence and perplexity, of the rows that have all three."""
     rows = sorted((r for r in record["rows"] if "kl_divergence" in r["accuracy"]), key=lambda r: (bits(r), r["label"]))
     rows = [row for row in rows if row["accuracy"]["kl_divergence"] > 0]  # none itself has no place on a logarithmic axis
     if not rows:

@@ -1,7 +1,7 @@
-"""Finished tasks on disk, so that an interrupted run repeats none of them.
+"""Keeps finished tasks on disk, so that an interrupted run repeats none of them.
 
-Takes: results of a quantizer's tasks as JSON. Gives: them back, to a run of the same settings only.
-Does not know about: what is in them.
+Takes: results of a quantizer's tasks as JSON. Gives: the same results, but only to a run with the same settings.
+Does not know about: what is in a result.
 """
 
 import json
@@ -17,15 +17,16 @@ from qkv.errors import ConfigError
 
 
 class Kept:
-    """tasks/<quantizer>/<task>.json in the run's folder. settings: everything that results depend on. resume: the folder of an
-    earlier run, whose results must be of the same settings; a run that starts again in its own folder takes those that are."""
+    """Files tasks/<quantizer>/<task>.json in the run's folder. settings: everything that results depend on. resume: the folder of
+    an earlier run, whose results must all have the same settings. A run that starts again in its own folder takes the results
+    that have the same settings and ignores the others."""
 
     def __init__(self, folder: Path, resume: str | None, settings: dict[str, Any]) -> None:
         self._folder, self._resume = folder, None if resume is None else Path(resume)
         self._identity = xxhash.xxh3_128_hexdigest(json.dumps(plain(settings), sort_keys=True).encode())
 
     def get(self, quantizer: str, task: str) -> dict[str, Any] | None:
-        """The result, if it is there. Raises ConfigError for one of other settings in the folder to resume."""
+        """The result, or None if there is none. Raises ConfigError if the folder to resume has one with other settings."""
         for folder in (self._folder, self._resume):
             path = _path(folder, quantizer, task) if folder else None
             if path is None or not path.is_file():
@@ -41,7 +42,7 @@ class Kept:
         return None
 
     def put(self, quantizer: str, task: str, result: dict[str, Any]) -> None:
-        """Whole or not at all."""
+        """Write the result to its file. The file is there as a whole or not at all, even when the run dies meanwhile."""
         path = _path(self._folder, quantizer, task)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")

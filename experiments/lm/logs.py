@@ -1,6 +1,6 @@
-"""A run's results in lm-eval's own forms: its result files, and the one mapping that its W&B logger takes.
+"""Turns a run's results into lm-eval's own forms: its result files, and the mapping that its W&B logger takes.
 
-Takes: lm-eval's results per quantizer and task. Gives: files, a mapping. Does not know about: baselines, tests.
+Takes: lm-eval's results per quantizer and task. Gives: files, a mapping. Does not know about: baselines, significance tests.
 """
 
 import copy
@@ -16,7 +16,7 @@ _BY_TASK = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-s
 
 
 def merged(results: Results) -> dict[str, Any]:
-    """All of them as one result of tasks called `quantizer.task`."""
+    """All results as one, in which each task is called `quantizer.task`."""
     out: dict[str, Any] = {key: {} for key in _BY_TASK} | {"config": {"model": "qkv", "batch_sizes": []}}
     for quantizer, tasks in results.items():
         for key, values in _joined(tasks).items():
@@ -25,7 +25,7 @@ def merged(results: Results) -> dict[str, Any]:
 
 
 def track(folder: Path, model: str, results: Results) -> None:
-    """lm-eval's results_….json and samples_….jsonl, in a folder per quantizer."""
+    """Write lm-eval's results_….json and samples_….jsonl, in a folder per quantizer."""
     for quantizer, tasks in results.items():
         tracker = EvaluationTracker(output_path=str(folder))
         tracker.general_config_tracker.log_experiment_args("qkv", {"model": f"{model}-{quantizer}"}, None, None, False)

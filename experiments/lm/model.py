@@ -1,10 +1,10 @@
-"""The engine as a model of lm-eval: every score is read through the paged, quantized cache, as generation is.
+"""The engine as a model of lm-eval: every score is computed through the paged, quantized cache, as generation is.
 
 Takes: lm-eval's requests. Gives: log-likelihoods and texts, in order. Does not know about: tasks, metrics, tables.
-What makes it fast is continuous batching and shared prefixes: requests are sent in waves, so that the context of a question is
-prefilled once and its other answers, or the other questions behind the same examples, find it in the prefix cache; answers that
-differ in their last token only are one forward. What makes it comparable: tokens, windows, truncation and stop rules are those of
-lm-eval's own `hf` model (lm_eval/models/huggingface.py), against which it is tested.
+It is fast by continuous batching and shared prefixes. Requests are sent in waves, so that the context of a question is prefilled
+once; its other answers, or other questions after the same examples, find it in the prefix cache. Answers that differ only in
+their last token are one sequence. Its scores can be compared with others': tokens, windows, truncation and stop rules are those
+of lm-eval's own `hf` model (lm_eval/models/huggingface.py), against which it is tested.
 """
 
 import logging
@@ -19,18 +19,18 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from experiments.lm import settings
-from experiments.lm.waves import Job, plans
+from experiments.lm.waves import Job, rounds
 from qkv.engine import Engine
 from qkv.errors import ConfigError, RequestError
 from qkv.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_IDENTITY = "qkv: whose answers these are"  # key in lm-eval's answer cache
+_IDENTITY = "qkv: whose answers these are"  # the key in lm-eval's answer cache under which identity() is kept
 
 
 class Truncation(NamedTuple):
-    """Requests that were longer than the model, and the tokens cut from their beginnings."""
+    """How many requests were longer than the model takes, and how many tokens were cut from their beginnings."""
 
     requests: int = 0
     tokens: int = 0
@@ -38,10 +38,10 @@ class Truncation(NamedTuple):
 
 @register_model("qkv")
 class QkvLM(TemplateLM):
-    """truncated: since the start or the last reset_counts(). scored_tokens, generated_tokens: likewise."""
+    """Called by lm-eval. truncated, scored_tokens and generated_tokens count since the start or the last reset_counts()."""
 
     def __init__(self, engine: Engine, max_gen_toks: int = 256, progress: bool = True) -> None:
-        """progress: a bar, if stderr is a terminal. Raises ConfigError for a model without a tokenizer."""
+        """progress: show a bar if stderr is a terminal. Raises ConfigError for a model without a tokenizer."""
         super().__init__()
         if engine.tokenizer is None:
             raise ConfigError(f"lm-eval works on text, and {engine.loaded.name} has no tokenizer; choose another model")
@@ -59,11 +59,12 @@ class QkvLM(TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> "QkvLM":
-        """lm-eval's --model_args: settings by the names that experiments use, e.g. model=smollm2,quantizer=kivi,quantizer.bits=2.
+        """Build the model from lm-eval's --model_args: settings by the names that experiments use, e.g.
+        model=smollm2,quantizer=kivi,quantizer.bits=2.
 
-        Of additional_config only the device counts, which lm-eval sets to cuda:0 unless asked, so it needs a GPU to count; its
-        batch_size is 1 unless asked, and batching here is continuous (scheduler.max_num_seqs). Raises ConfigError, ModelError or
-        ScaleError.
+        Of additional_config only the device counts. lm-eval sets it to cuda:0 unless told otherwise, so without a GPU such a
+        device is ignored. batch_size is ignored: batching is continuous (scheduler.max_num_seqs). Raises ConfigError, ModelError
+        or ScaleError.
         """
         device = (additional_config or {}).get("device")
         given = {"model.device": device} if device and (torch.cuda.is_available() or "cuda" not in str(device)) else {}
@@ -118,7 +119,8 @@ class QkvLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Each text in windows of the model's length: every token is predicted once, from all that fits before it."""
+        """Log-likelihoods of whole texts. A text is cut into windows of the model's length, and every token is predicted once,
+        from as many tokens before it as fit."""
         windows, owners = [], []
         for i, (text,) in enumerate(request.args for request in requests):
             for pair in get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1):
@@ -134,8 +136,8 @@ class QkvLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """requests: (key of lm-eval's answer cache or None, context, continuation). Log-probability of the continuation, and
-        whether greedy decoding would produce it."""
+        """For each request (key of lm-eval's answer cache or None, context, continuation): the log-probability of the
+        continuation, and whether greedy decoding would produce it."""
         jobs: dict[tuple[int, ...], Job] = {}
         for i, (key, context, answer) in enumerate(requests):
             if not answer:
@@ -160,8 +162,8 @@ class QkvLM(TemplateLM):
                         self.cache_hook.add_partial("loglikelihood", requests[i][0], result)
 
         with self._bar(len(jobs), "log-likelihoods", disable_tqdm) as bar:
-            for plan in self._plans(list(jobs.values())):
-                for wave in plan:
+            for waves in self._rounds(list(jobs.values())):
+                for wave in waves:
                     score(wave)
                     bar.update(len(wave))
         return results
@@ -169,9 +171,9 @@ class QkvLM(TemplateLM):
     # -- generation --------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to a stop string, an end-of-text token or max_gen_toks. Sampling draws from the engine's seed and a request's
-        place in the list, so that neither batching nor an answer cache changes it. Raises RequestError for options that the
-        engine has not."""
+        """Texts up to a stop string, an end-of-text token or max_gen_toks tokens. A request samples with a seed made of the
+        engine's and of its place in the list, so batching does not change the texts. Raises RequestError for options that the
+        engine does not have."""
         jobs = []
         for i, (context, options) in enumerate(request.args for request in requests):
             params = self._sampling(options, self.engine.config.seed * 1_000_003 + i)
@@ -194,17 +196,17 @@ class QkvLM(TemplateLM):
                 self.cache_hook.add_partial("generate_until", requests[i].args, output.text)
 
         with self._bar(len(jobs), "generations", disable_tqdm) as bar:
-            for plan in self._plans(jobs):
-                for wave in plan[:-1]:  # only into the prefix cache: all are to be decoded together
+            for waves in self._rounds(jobs):
+                for wave in waves[:-1]:  # fills the prefix cache; the whole round is then decoded together
                     self.engine.generate([job.tokens for job in wave], SamplingParams(max_tokens=1, ignore_eos=True))
-                generate([job for wave in plan for job in wave])
-                bar.update(sum(map(len, plan)))
+                generate([job for wave in waves for job in wave])
+                bar.update(sum(map(len, waves)))
         return texts
 
     def _sampling(self, options: dict[str, Any], seed: int) -> SamplingParams:
         values = normalize_gen_kwargs(options, self.max_gen_toks)
         until = [s for s in handle_stop_sequences(values.pop("until", None), eos=None) if s]
-        # Special tokens are not part of a text: as a stop string one is the token that it names.
+        # Special tokens never appear in a text, so one that is given as a stop string stops by its token id.
         named = {s: self.tokenizer.convert_tokens_to_ids(s) for s in until if s in self.tokenizer.all_special_tokens}
         values.pop("do_sample", None)
         known = {"temperature": values.pop("temperature", 0.0), "max_tokens": values.pop("max_gen_toks")}
@@ -227,8 +229,8 @@ class QkvLM(TemplateLM):
         self.truncated = Truncation(self.truncated.requests + 1, self.truncated.tokens + over)
         return tokens[over:]
 
-    def _plans(self, jobs: list[Job]) -> Iterator[list[list[Job]]]:
-        yield from plans(jobs, self.engine.scheduler.manager.block_size, self.engine.intake.pool_tokens)
+    def _rounds(self, jobs: list[Job]) -> Iterator[list[list[Job]]]:
+        yield from rounds(jobs, self.engine.scheduler.manager.block_size, self.engine.intake.pool_tokens)
         if self.truncated != self._reported:
             cut = [now - before for now, before in zip(self.truncated, self._reported, strict=True)]
             log.warning(f"{cut[0]} requests were longer than {self.max_length} tokens: their first {cut[1]} in all were left out")
@@ -239,8 +241,8 @@ class QkvLM(TemplateLM):
         return tqdm(total=total, disable=hidden, desc=what, unit="request", leave=False)
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """lm-eval's --use_cache, whose keys are the requests alone: a file with another model's or quantizer's answers would
-        return them as this one's. Raises ConfigError for such a file."""
+        """Called for lm-eval's --use_cache. The keys of that cache are the requests alone, so a file with another model's or
+        quantizer's answers would return them as this one's. Raises ConfigError for such a file."""
         answers, mine = cache_hook.dbdict, self.identity()
         if answers is not None:
             theirs = answers.get(_IDENTITY) if len(answers) else mine
@@ -252,7 +254,7 @@ class QkvLM(TemplateLM):
         super().set_cache_hook(cache_hook)
 
     def identity(self) -> str:
-        """Everything that an answer depends on besides the request."""
+        """All that an answer depends on besides the request, as one string."""
         config, loaded = self.engine.config, self.engine.loaded
         values = " ".join(f"{key}={value}" for key, value in config.quantizer.items())
         return (
@@ -261,7 +263,7 @@ class QkvLM(TemplateLM):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """For lm-eval's result files."""
+        """What lm-eval writes into its result files about the model."""
         config, metrics = self.engine.config, self.engine.metrics()
         return {
             "model_name": self.engine.loaded.name,

@@ -1,4 +1,4 @@
-"""A quantizer's scores against the baseline's on the same samples: the row's entry of a task, and the samples that flipped.
+"""Compares a quantizer's scores with the baseline's on the same samples: a task's entry in a row, and the samples that flipped.
 
 Takes: Scores of two runs. Gives: plain numbers, words and lists. Does not know about: engines, files.
 """
@@ -9,12 +9,13 @@ from typing import Any
 from experiments.lm.evaluate import Scores
 from experiments.measuring import significance
 
-_PROMPT_END = 200  # characters of a flipped sample's prompt that are listed
+_PROMPT_END = 200  # so many last characters of a flipped sample's prompt are listed
 
 
 def entry(scores: Scores, facts: Mapping[str, Any], least_read: float, reads: str) -> dict[str, Any]:
-    """What one run says by itself. facts: of the engine, from evaluate.run. least_read: share of what attention read that must
-    have come from the cache for the score to say something about the quantizer."""
+    """The keys of a task's entry that need no comparison. facts: what evaluate.run measured of the engine. least_read: the share
+    of keys that attention must have read as stored for the score to say something about the quantizer. reads: the setting
+    attention.reads."""
     fraction = facts["fraction_read_from_cache"]
     return {
         "metric": scores.metric,
@@ -30,13 +31,16 @@ def entry(scores: Scores, facts: Mapping[str, Any], least_read: float, reads: st
 
 
 def against(base: Scores, other: Scores, seed: int, comparisons: int) -> tuple[dict[str, Any], significance.Paired]:
-    """Further keys of `entry`, and the test. comparisons: that share one error probability.
+    """The keys of a task's entry that compare it with the baseline's, and the test. comparisons: how many comparisons share one
+    error probability.
 
-    Raises RuntimeError if the two runs did not see the same prompts: nothing could be compared then.
+    Raises RuntimeError if the two runs did not see the same prompts, since then nothing can be compared.
     """
     for a, b in zip(base.samples, other.samples, strict=True):
         if (a.id, a.prompt, a.target) != (b.id, b.prompt, b.target):
-            raise RuntimeError(f"sample {a.id} was another prompt for the baseline; the task does not repeat its own prompts")
+            raise RuntimeError(
+                f"sample {a.id} had another prompt in the baseline's run; the task does not repeat its own prompts"
+            )
     binary = base.binary and other.binary
     paired = significance.paired(
         [s.score for s in base.samples], [s.score for s in other.samples], binary=binary, seed=seed, comparisons=comparisons
@@ -57,8 +61,8 @@ def against(base: Scores, other: Scores, seed: int, comparisons: int) -> tuple[d
 
 
 def flips(base: Scores, other: Scores, quantizer: str, task: str) -> list[dict[str, Any]]:
-    """Samples of a task of right and wrong answers that are right in one run only; the lost ones first. Graded and likelihood
-    scores move a little on every sample, so a flip says nothing there."""
+    """The samples that only one of two runs answered rightly, the lost ones first. Empty for tasks with other scores than right
+    and wrong: those move a little on every sample, so a flip would say nothing."""
     if not (base.binary and other.binary):
         return []
     listed = [
@@ -79,8 +83,8 @@ def flips(base: Scores, other: Scores, quantizer: str, task: str) -> list[dict[s
 
 
 def judge(tasks: Sequence[tuple[dict[str, Any], significance.Paired]], comparisons: int) -> None:
-    """Set "p_adjusted" (Holm, over all comparisons of the run, those that have not run yet counting as not significant) and
-    "verdict" of every entry."""
+    """Set "p_adjusted" and "verdict" of every entry. The p-values are adjusted (Holm) for all comparisons of the run; those that
+    have not run yet count as not significant."""
     if not tasks:
         return
     p_values = [paired.p_value for _, paired in tasks]

@@ -1,13 +1,12 @@
-"""lm-eval's --model_args are settings of the engine, by the names and with the defaults that experiments use.
+"""Turns lm-eval's --model_args into settings of the engine, which have the names and the defaults that experiments use.
 
-Takes: {"model": "smollm2", "quantizer": "kivi", "quantizer.bits": 2}. Gives: an Engine.
-Does not know about: lm-eval.
+Takes: e.g. {"model": "smollm2", "quantizer": "kivi", "quantizer.bits": 2}. Gives: an Engine. Does not know about: lm-eval.
 """
 
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from qkv.config import EngineConfig
 from qkv.engine import Engine
 from qkv.errors import ConfigError
 from qkv.models import load_model
-from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.validate import from_mapping, suggest
 
 log = logging.getLogger(__name__)
@@ -36,23 +34,22 @@ CALIBRATION_DOCUMENTS, CALIBRATION_TOKENS = 16, 1024  # as in conf/experiment/co
 
 
 def engine(arguments: Mapping[str, Any]) -> Engine:
-    """Load the model and build an engine; scales that the quantizer needs and has no file for are calibrated on `data`.
+    """Load the model and build an engine. Where the quantizer needs scales and no file is given, they are calibrated on `data`.
 
     Raises ConfigError, ModelError or ScaleError.
     """
     config, data = read(arguments)
-    build_policies(config)
-    quantizer = QUANTIZERS.build(config.quantizer)
+    quantizer = build_policies(config).quantizer  # so that a mistake in a policy's settings shows before a model is loaded
     loaded = with_tokenizer(load_model(config.model))
     if not quantizer.needs_scales or config.scales is not None:
         return Engine(loaded, config)
     file, origin = scales.in_memory(config, loaded, quantizer, data, CALIBRATION_DOCUMENTS, CALIBRATION_TOKENS)
     log.warning("%s: no scale file given for it, %s", quantizer.name, origin)
-    return Engine(loaded, config, file)
+    return Engine(loaded, replace(config, scales=file))
 
 
 def read(arguments: Mapping[str, Any]) -> tuple[EngineConfig, DataSource]:
-    """The settings that `arguments` change, among those of conf/config.yaml. Raises ConfigError."""
+    """The settings of conf/config.yaml, as `arguments` change them. Raises ConfigError."""
     groups = cli.groups(CONF)
     overrides = [_override(key, value, groups) for key, value in arguments.items()]
     cli.register_resolvers(CONF)
@@ -69,7 +66,7 @@ def read(arguments: Mapping[str, Any]) -> tuple[EngineConfig, DataSource]:
 
 
 def _override(key: str, value: Any, groups: Mapping[str, list[str]]) -> str:
-    """One setting in Hydra's words. lm-eval has already turned its text into a bool, a number or, for "none", None."""
+    """The Hydra override for one setting. lm-eval has already turned its text into a bool, a number or, for "none", None."""
     name = key.partition(".")[0]
     known = [*groups, "scales", "seed", "policy_modules"]
     if name not in known or name in ("experiment", "workload", "logger"):

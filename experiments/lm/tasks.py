@@ -1,6 +1,6 @@
-"""lm-eval's tasks by name: ours in conf/tasks, lm-eval's own, and what is wrong with a name that cannot be had.
+"""Finds lm-eval's tasks by name, ours in conf/tasks and lm-eval's own, and says why where one cannot be loaded.
 
-Takes: names of tasks, groups or tags. Gives: lm-eval's task objects. Does not know about: models, scores.
+Takes: names of tasks, or of lm-eval's groups and tags. Gives: lm-eval's task objects. Does not know about: models, scores.
 """
 
 import difflib
@@ -21,7 +21,7 @@ _LOCAL = ("json", "csv", "text", "parquet", "arrow", "pandas", "xml")  # builder
 
 
 def require_lm_eval() -> None:
-    """Raise ConfigError unless lm-eval is installed. Its notices, of defaults and overrides, are not for the screen."""
+    """Raise ConfigError unless lm-eval is installed. Its notices about defaults and overrides are kept off the screen."""
     try:
         import lm_eval.tasks  # noqa: F401
     except ImportError as error:
@@ -30,8 +30,8 @@ def require_lm_eval() -> None:
 
 
 def manager(names: Sequence[str], folders: Sequence[str | Path], metadata: Mapping[str, Any]) -> Any:
-    """lm-eval's TaskManager that knows `names`: of `folders` and conf/tasks alone if that is enough, since reading lm-eval's own
-    10,000 YAML files takes long. Raises ConfigError for a name nobody knows and a folder that is none."""
+    """A TaskManager of lm-eval that knows `names`. It reads only `folders` and conf/tasks where that is enough, since lm-eval's
+    own 10,000 YAML files take long to read. Raises ConfigError for a name that is in none of them, or a folder that is none."""
     from lm_eval.tasks import TaskManager
 
     paths = [str(FOLDER), *map(str, folders)]
@@ -50,8 +50,8 @@ def manager(names: Sequence[str], folders: Sequence[str | Path], metadata: Mappi
 
 
 def load(manager: Any, names: Sequence[str]) -> dict[str, Any]:
-    """The tasks behind `names`, by name; a group's one by one. Raises ConfigError, naming the data set, for what needs a network
-    that is not there."""
+    """The tasks that `names` stand for, by name; those of a group one by one. Raises ConfigError, naming the data set, for a task
+    that needs a network where there is none."""
     remote = {name: path for name in names if (path := _remote(manager, name))}
     if remote and not _hub_answers():
         _go_offline()
@@ -69,7 +69,7 @@ def load(manager: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _remote(manager: Any, name: str) -> str | None:
-    """The hub data set that a task or a member of a group reads, as far as its YAML says."""
+    """The hub data set that a task, or a member of a group, reads according to its YAML; None if it reads none."""
     entry = manager.task_index.get(name)
     config = (entry.cfg or {}) if entry else {}
     members = [m if isinstance(m, str) else m.get("task") for m in config.get("task", []) if isinstance(config.get("task"), list)]
@@ -84,7 +84,7 @@ def _remote(manager: Any, name: str) -> str | None:
 
 @functools.lru_cache
 def _hub_answers() -> bool:
-    """Whether the hub can be reached, in at most 3 seconds."""
+    """Whether the hub can be reached. Waits at most 3 seconds."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return False
     url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
@@ -98,7 +98,7 @@ def _hub_answers() -> bool:
 
 
 def _go_offline() -> None:
-    """Data sets come from the local cache or fail at once, instead of after minutes of retries."""
+    """Make data sets come from the local cache or fail at once, not after minutes of retries."""
     import datasets
     import huggingface_hub
 
@@ -107,6 +107,7 @@ def _go_offline() -> None:
 
 
 def _why(name: str, path: str | None, error: Exception) -> str:
+    """The error message for a task that cannot be loaded. path: the hub data set that it reads."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if path is not None and not _hub_answers():
         return (

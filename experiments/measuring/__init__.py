@@ -1,1 +1,1 @@
-"""What several experiments measure alike: engines, served rows, divergence, significance, scales, sizes."""
+"""Measurements that several experiments share: engines, served rows, divergence, significance, scales, sizes."""

@@ -1,7 +1,8 @@
-"""How far a quantizer moves a model: teacher-forced, read through the cache, paired with the unquantized run.
+"""Measures how far a quantizer moves a model from its unquantized run: both are given the same tokens and read them through the
+cache, and their predictions are compared token by token.
 
-Takes: logits and log-probabilities of the same tokens from two engines. Gives: the row's `accuracy`.
-Does not know about: engines' insides, text, tables. Nothing of size T x vocabulary outlives one document.
+Takes: logits and log-probabilities of the same tokens from two engines. Gives: the `accuracy` part of a row.
+Does not know about: engines' insides, text, tables. Logits of a document (T x vocabulary) are dropped when it is done.
 """
 
 import math
@@ -17,7 +18,7 @@ from qkv.sampling import SCORED_ROWS, argmax
 
 @dataclass
 class Accuracy:
-    """Sums over documents of one quantizer. `nll` and `kl` in nats, one entry per document, with its tokens in `tokens`."""
+    """Sums of one quantizer. `nll` and `kl` have one sum per document, in nats, and `tokens` has its number of tokens."""
 
     tokens: list[int] = field(default_factory=list)
     nll: list[float] = field(default_factory=list)
@@ -26,7 +27,8 @@ class Accuracy:
     agreeing: int = 0
 
     def part(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """The row's `accuracy` so far. metrics: of the engine that scored, for the share of reads that came from the cache."""
+        """The `accuracy` part of the row so far. metrics: those of the engine that scored, which has the share of keys that were
+        read as stored."""
         count = sum(self.tokens)
         mean, baseline = sum(self.nll) / count, sum(self.baseline_nll) / count
         moved = [a - b for a, b in zip(self.nll, self.baseline_nll, strict=True)]
@@ -47,9 +49,10 @@ class Accuracy:
 
 
 def score_document(tokens: list[int], baseline: Engine, others: Sequence[tuple[Engine, Accuracy]], own: Accuracy) -> None:
-    """Score one document with the baseline, whose logits are kept in their own dtype, then with every other engine.
+    """Score one document with the baseline and then with every other engine, and add to their sums. The baseline's logits are
+    kept in their own dtype meanwhile.
 
-    own: of the baseline. Raises what engine.score raises.
+    own: the sums of the baseline itself. Raises what engine.score raises.
     """
     kept: list[torch.Tensor] = []
     score = baseline.score([tokens], first=1, on_logits=lambda _, __, chunk: kept.append(chunk.clone()))[0]
@@ -64,7 +67,8 @@ def score_document(tokens: list[int], baseline: Engine, others: Sequence[tuple[E
 
 
 class _Paired:
-    """on_logits of the second engine: compares each chunk with the baseline's rows for the same tokens."""
+    """Receives the logits of the second engine, as its on_logits, and compares each chunk with the baseline's rows for the same
+    tokens."""
 
     def __init__(self, baseline: torch.Tensor) -> None:
         self.baseline, self.kl, self.agreeing = baseline, 0.0, 0
@@ -87,7 +91,8 @@ def _add(into: Accuracy, tokens: int, nll: float, baseline_nll: float, kl: float
 
 
 def _standard_error(sums: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Of the mean per token, with documents as the independent units (tokens of one document are not). None for one."""
+    """The standard error of the mean per token. Documents count as independent; the tokens of one document are not. None for a
+    single document. sums, counts: of each document."""
     n, total = len(sums), sum(counts)
     if n < 2:
         return None

@@ -1,6 +1,6 @@
-"""What several experiments measure alike: engines that share one loaded model, speed of a workload, parts of a row.
+"""Builds engines that share one loaded model, times workloads, and makes the parts of a row that every experiment writes alike.
 
-Takes: settings and an engine. Gives: plain numbers for the record. Does not know about: tables, files.
+Takes: settings, a model, an engine. Gives: engines, and plain numbers for the record. Does not know about: tables, files.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ Spec = str | Mapping[str, Any]
 
 
 def single_document(config: EngineConfig, tokens: int) -> EngineConfig:
-    """The same engine with a pool for one sequence of `tokens` tokens, so that several engines fit beside one model."""
+    """The same configuration with a pool for one sequence of `tokens` tokens, so that several engines fit beside one model."""
     block = int(config.allocator.get("block_size", 16))
     cache = replace(
         config.cache,
@@ -33,14 +33,16 @@ def single_document(config: EngineConfig, tokens: int) -> EngineConfig:
         host_memory_bytes=0,
         enable_prefix_caching=False,
     )
-    allocator = {key: value for key, value in config.allocator.items() if key != "max_len"}  # contiguous: reserve the document
+    allocator = {
+        key: value for key, value in config.allocator.items() if key != "max_len"
+    }  # contiguous then reserves as much as the document
     scheduler = replace(config.scheduler, max_model_len=tokens, max_num_seqs=1)
     return replace(config, cache=cache, allocator=allocator, scheduler=scheduler)
 
 
 def whole_documents(config: EngineConfig, tokens: int) -> EngineConfig:
-    """An engine that runs a document of up to `tokens` tokens in one step, one at a time."""
-    config = single_document(config, tokens + 1)  # the one new token asked for
+    """The same configuration for documents of up to `tokens` tokens, each of which runs alone and in one step."""
+    config = single_document(config, tokens + 1)  # running a document asks for one new token
     batch = max(tokens, config.scheduler.max_num_batched_tokens)
     return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=batch))
 
@@ -48,11 +50,14 @@ def whole_documents(config: EngineConfig, tokens: int) -> EngineConfig:
 def build(
     config: EngineConfig, loaded: LoadedModel | SimulatedModel, quantizer: Spec | None = None, scales: ScaleFile | None = None
 ) -> Engine:
-    """An engine on an already loaded model. quantizer: instead of the configured one."""
+    """An engine on a model that is already loaded. quantizer, scales: in place of the configured ones. With a `quantizer`, None
+    means that it gets no scales."""
     if quantizer is not None:
         spec = {"name": quantizer} if isinstance(quantizer, str) else dict(quantizer)
-        config = replace(config, quantizer=spec, scales=None)
-    return Engine(loaded, config, scales)
+        config = replace(config, quantizer=spec, scales=scales)
+    elif scales is not None:
+        config = replace(config, scales=scales)
+    return Engine(loaded, config)
 
 
 def label(spec: Spec) -> str:
@@ -70,7 +75,7 @@ def settings(policy: Any) -> dict[str, Any]:
 
 
 def policy_part(config: EngineConfig, spec: Spec, scales: str | None = None) -> dict[str, Any]:
-    """The row's `policy`. scales: where static scales come from, in words."""
+    """The `policy` part of a row. scales: where static scales come from, in words."""
     quantizer: Quantizer = QUANTIZERS.build(spec)
     part: dict[str, Any] = {
         "quantizer": quantizer.name,
@@ -85,7 +90,7 @@ def policy_part(config: EngineConfig, spec: Spec, scales: str | None = None) -> 
 
 
 def model_part(loaded: LoadedModel | SimulatedModel, engine: Engine) -> dict[str, Any]:
-    """The record's `model`. layers counts attention layers; kv_heads and head_dim are the first one's."""
+    """The `model` part of a record. layers: how many attention layers; kv_heads, query_heads, head_dim: those of the first."""
     if isinstance(loaded, SimulatedModel):
         dtype, parameters = loaded.dtype, loaded.dims.parameters
     else:
@@ -106,10 +111,11 @@ def model_part(loaded: LoadedModel | SimulatedModel, engine: Engine) -> dict[str
 
 
 def run_workload(engine: Engine, warmup: list[int], prompts: Sequence[list[int]], workload: Workload) -> dict[str, Any]:
-    """engine.metrics() with throughput in its `speed`, after one short request to warm up: of the run with the median throughput.
+    """Run the workload `repeats` times, after one short request to warm up. Returns engine.metrics() of the run with the median
+    throughput, with the throughput in its `speed`.
 
-    prefill_tokens_per_s and decode_tokens_per_s are over the steps that did only that; the other rates are over all.
-    runs_output_tokens_per_s: of every run, so that a noisy machine shows.
+    prefill_tokens_per_s and decode_tokens_per_s are over the steps that did only that; the other rates are over all steps.
+    runs_output_tokens_per_s lists the throughput of every run, so that a noisy machine shows.
     """
     params = SamplingParams(max_tokens=workload.output_tokens, ignore_eos=workload.ignore_eos)
     generate(engine, [warmup], SamplingParams(max_tokens=2, ignore_eos=True))
@@ -130,7 +136,7 @@ def run_workload(engine: Engine, warmup: list[int], prompts: Sequence[list[int]]
 
 
 def throughput(outputs: Sequence[RequestOutput], wall_s: float) -> dict[str, float]:
-    """output_tokens_per_s, total_tokens_per_s (with the prompts'), requests_per_s."""
+    """output_tokens_per_s, total_tokens_per_s (which counts prompt tokens too) and requests_per_s."""
     prompt, new = sum(len(o.prompt_token_ids) for o in outputs), sum(len(o.token_ids) for o in outputs)
     return {
         "output_tokens_per_s": new / wall_s,
@@ -140,7 +146,7 @@ def throughput(outputs: Sequence[RequestOutput], wall_s: float) -> dict[str, flo
 
 
 def generate(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[RequestOutput]:
-    """engine.generate, where a refused request ends the measurement. Raises RequestError with its reason."""
+    """Like engine.generate, but a refused request ends the measurement: raises RequestError with its reason."""
     outputs: list[RequestOutput] = engine.generate(prompts, params)
     for output in outputs:
         if output.finish_reason == "error":

@@ -1,6 +1,6 @@
-"""Perplexity and KL of several scale files on the same documents, in lock-step with the unquantized run.
+"""Measures perplexity and KL divergence of several scale files on the same documents, beside the unquantized run.
 
-Takes: documents, quantizers with their scales. Gives: their accuracy and memory. Does not know about: how scales came about.
+Takes: documents, scale files. Gives: accuracy and memory with each file. Does not know about: how the scales were found.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,8 @@ _ROW_ON_SCREEN = 240  # characters of a row
 
 
 class Scored(NamedTuple):
-    """accuracy: sums per document; part: the row's `accuracy`; memory, attention, warnings: of the engine."""
+    """What one scale file scored. accuracy: sums per document. part: the `accuracy` part of a row. memory, attention, warnings:
+    what the engine reported."""
 
     accuracy: Accuracy
     part: dict[str, Any]
@@ -36,7 +37,8 @@ def score(
     files: Sequence[ScaleFile],
     progress: Callable[[int], None] | None = None,
 ) -> list[Scored]:
-    """The configured quantizer with each of `files`, against `none`. documents: of at least 2 tokens. progress(tokens) after."""
+    """Score the configured quantizer with each of `files`, against `none`. documents: of at least 2 tokens each. progress is
+    called after each document with the tokens that were run."""
     config = engines.single_document(config, max(map(len, documents)))
     with ExitStack() as open_engines:
 

@@ -1,4 +1,4 @@
-"""What planning a step costs, without a model: the real scheduler, block manager and policies, and a runner that does nothing.
+"""Times how long it takes to plan a step, without a model: the scheduler, the block manager and the policies are the real ones.
 
 Takes: numbers of running requests and context lengths. Gives: a row with milliseconds per step. Does not know about: tables.
 """
@@ -23,7 +23,8 @@ from qkv.types import Request, SamplingParams, StepPlan
 
 
 def planning_time(config: EngineConfig, batch: int, context: int, steps: int, shared_prefix: int) -> dict[str, object]:
-    """One row: prefill `batch` requests of `context` tokens, `shared_prefix` of them alike, then time `steps` decode steps."""
+    """One row: prefill `batch` requests of `context` tokens, of which the first `shared_prefix` are the same in all, then time
+    `steps` decode steps."""
     scheduler = _scheduler(config, batch, context + steps + 1)
     for request in _requests(config.seed, batch, context, shared_prefix, steps + 1, scheduler.manager.block_size):
         scheduler.add(request)
@@ -62,7 +63,7 @@ def planning_time(config: EngineConfig, batch: int, context: int, steps: int, sh
 
 
 def _scheduler(config: EngineConfig, batch: int, tokens: int) -> Scheduler:
-    """A scheduler whose pool just holds `batch` requests of `tokens` tokens, without sharing."""
+    """A scheduler whose pool is just large enough for `batch` requests of `tokens` tokens that share no blocks."""
     allocator, recorder = ALLOCATORS.build(config.allocator), Recorder()
     blocks = -(-tokens // allocator.block_size)
     allocator.bind(batch * (blocks + 1) + 1, EVICTORS.build(config.evictor), blocks)
@@ -93,6 +94,6 @@ def _advance(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def _sample(ready: list[Request], step: int) -> None:
-    """The runner that does nothing: every request's next token is a number."""
+    """Give every request its next token, in place of a runner; the token is made up."""
     for request in ready:
         request.token_ids.append((step * 7919 + request.id) % 50_000)

@@ -1,4 +1,4 @@
-"""One row of a served workload: build the engine, warm up, serve, collect.
+"""Makes one row of a served workload: builds the engine, warms it up, serves the workload and collects the numbers.
 
 Takes: a run's settings, a model or its dimensions, an engine configuration. Gives: a row of the record.
 Does not know about: which rows an experiment compares.
@@ -27,16 +27,16 @@ from qkv.types import SamplingParams
 log = logging.getLogger(__name__)
 
 Model = LoadedModel | SimulatedModel
-_TEXT = 1 << 16  # tokens of the data that prompts are cut from
+_TEXT = 1 << 16  # prompts are cut from so many tokens of the data
 
 
 def open_model(config: EngineConfig) -> Model:
-    """The model, or for a simulation its dimensions. Raises ModelError."""
+    """The loaded model or, for a simulation, its dimensions. Raises ModelError."""
     return SimulatedModel.of(config.model) if config.runner.name == "simulated" else load_model(config.model)
 
 
 def traffic(run: Run, model: Model, workload: Workload | None = None) -> Traffic:
-    """The workload's requests: of the run's text, or for a simulation of made-up tokens."""
+    """The workload's requests. Their prompts are cut from the run's text; for a simulation they are made-up tokens."""
     workload = workload or run.workload
     if isinstance(model, SimulatedModel):
         return Traffic(workload, run.engine.seed, model.dims.vocab or 32_000)
@@ -45,7 +45,7 @@ def traffic(run: Run, model: Model, workload: Workload | None = None) -> Traffic
 
 
 def open_engine(run: Run, model: Model, config: EngineConfig) -> tuple[Engine, str | None]:
-    """An engine of this configuration, and where its scales come from."""
+    """An engine of this configuration, and where its scales come from, in words (None: it needs none, or is simulated)."""
     if isinstance(model, SimulatedModel):
         quantizer = QUANTIZERS.build(config.quantizer)
         scales, origin = stand_in(quantizer, model.dims.layer_shapes()), None
@@ -57,7 +57,8 @@ def open_engine(run: Run, model: Model, config: EngineConfig) -> tuple[Engine, s
 def serve_row(
     run: Run, model: Model, config: EngineConfig, label: str, workload: Workload | None = None, slo: Slo | None = None
 ) -> dict[str, Any]:
-    """The row `label`: policy, memory, speed, cache, attention, requests. Raises RequestError when nothing was served."""
+    """Serve the workload and return the row `label`, with policy, memory, speed, cache, attention and requests. workload: None
+    for the run's. Raises RequestError when no request was served."""
     engine, origin = open_engine(run, model, config)
     try:
         if "model" not in run.record.data:
@@ -95,7 +96,7 @@ def serve_row(
 
 
 def _sampler(run: Run, engine: Engine, label: str, requests: int) -> Callable[[], None]:
-    """What to call after every step: tells the logger how things stand, once per percent of the requests."""
+    """A function to call after every step. Each time another percent of the requests has ended, it gives the logger a sample."""
     recorder, allocator, start, last = engine.recorder, engine.scheduler.manager.allocator, engine.clock(), -1
 
     def look() -> None:
@@ -119,17 +120,17 @@ def _sampler(run: Run, engine: Engine, label: str, requests: int) -> Callable[[]
 
 
 def requests_part(served: Served) -> dict[str, Any]:
-    """The row's `requests`."""
+    """The `requests` part of a row."""
     part = {"served": served.requests, "prompt_tokens": served.prompt_tokens, "output_tokens": served.output_tokens}
     return part | {"seconds": served.seconds} | ({"refused": served.refused, "reason": served.reason} if served.refused else {})
 
 
 def with_pool(config: EngineConfig, num_bytes: int) -> EngineConfig:
-    """The same engine with a pool of so many bytes."""
+    """The same configuration with a pool of so many bytes."""
     cache = replace(config.cache, num_blocks=None, memory_bytes=num_bytes, memory_utilization=None)
     return replace(config, cache=cache)
 
 
 def with_length(config: EngineConfig, tokens: int | None) -> EngineConfig:
-    """The same engine, for requests of at most so many tokens; None leaves it."""
+    """The same configuration for requests of at most so many tokens; None changes nothing."""
     return replace(config, scheduler=replace(config.scheduler, max_model_len=tokens)) if tokens else config

@@ -1,34 +1,33 @@
-"""Where a quantizer's static scales come from in an experiment: the given file, or calibration in memory, said aloud.
+"""Provides a quantizer's static scales in an experiment: those of the given file, or calibrated in memory, and says so.
 
-Takes: a quantizer. Gives: its ScaleFile or None, and where it came from in words. Does not know about: other quantizers.
+Takes: a quantizer. Gives: its ScaleFile or None, and in words where it came from. Does not know about: other quantizers.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from calibration.fitting.collect import Collector, calibrate
+from calibration.fitting.collect import Collector, absmax_scales
 from calibration.text.data import DataSource, windows
 from experiments.harness.base import Run
 from experiments.harness.table import console
 from experiments.measuring import engines
 from qkv.config import EngineConfig
-from qkv.errors import ConfigError, ScaleError
+from qkv.errors import ScaleError
 from qkv.layout import LayerShape
 from qkv.models import LoadedModel
-from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
+from qkv.policies.quantizer.base import Quantizer
 from qkv.scales import ScaleFile
 
 
 def provide(
     run: Run, loaded: LoadedModel, quantizer: Quantizer, documents: int, tokens: int, skip: int
 ) -> tuple[ScaleFile | None, str | None]:
-    """The file of `scales` if it was made for this quantizer; else, if it needs scales, calibrated on `documents` windows
-    of `tokens` tokens of the run's data, after skipping the first `skip` windows; else none. Whoever compares several
-    quantizers has checked with used_by() that a given file is for one of them.
+    """The file that the setting `scales` names, if it was made for this quantizer. Otherwise, for a quantizer that needs scales,
+    scales calibrated on `documents` windows of `tokens` tokens of the run's data, after the first `skip` windows. Otherwise None.
+    An experiment that compares several quantizers checks with used_by() that a given file is for one of them.
 
-    Raises ScaleError, ConfigError (too little text).
+    Raises ScaleError, or ConfigError where there is too little text.
     """
     file = given(run)
     if file is not None and file.metadata.get("quantizer") == quantizer.name:
@@ -43,21 +42,21 @@ def provide(
 def in_memory(
     config: EngineConfig, loaded: LoadedModel, quantizer: Quantizer, data: DataSource, documents: int, tokens: int, skip: int = 0
 ) -> tuple[ScaleFile, str]:
-    """Scales from `documents` windows of `tokens` tokens, after the first `skip`; and where they come from, in words. Raises
-    ConfigError (too little text)."""
-    # One token less than the windows have: running a document asks for one new token.
+    """Scales calibrated on `documents` windows of `tokens` tokens, after the first `skip`, and in words where they come from.
+    Raises ConfigError where there is too little text."""
+    # One token less than the windows have, since running a document asks for one new token.
     text = [window[:-1] for window in windows(data, loaded.tokenizer, documents, tokens, config.seed, skip)]
     engine = engines.build(engines.single_document(config, tokens), loaded, "none")
     try:
-        file = calibrate(engine, text, quantizer)
+        file = absmax_scales(engine, text, quantizer)
     finally:
         engine.close()
     return file, f"calibrated in memory: {documents} documents, {sum(map(len, text)):,} tokens of {data.name}"
 
 
 def given(run: Run) -> ScaleFile | None:
-    """The file that `scales` names, if it names one. Raises ScaleError."""
-    return None if run.engine.scales is None else ScaleFile.load(Path(run.engine.scales).expanduser())
+    """The file that the setting `scales` names, if it names one. Raises ScaleError."""
+    return ScaleFile.of(run.engine.scales)
 
 
 def used_by(run: Run, quantizers: Sequence[Quantizer]) -> None:
@@ -71,8 +70,8 @@ def used_by(run: Run, quantizers: Sequence[Quantizer]) -> None:
 
 
 def stand_in(quantizer: Quantizer, layers: list[LayerShape]) -> ScaleFile | None:
-    """Scales of random keys and values, for planning and simulation, where sizes matter and values do not; None if it
-    takes none."""
+    """Scales of random keys and values, for arithmetic and simulation, where sizes matter and values do not. None for a quantizer
+    that takes no scales."""
     if not quantizer.observers():
         return None
     collector, generator = Collector(sorted(quantizer.observers())), torch.Generator().manual_seed(0)
@@ -80,12 +79,3 @@ def stand_in(quantizer: Quantizer, layers: list[LayerShape]) -> ScaleFile | None
         k, v = (torch.randn(4, layer.H, D, generator=generator) for D in (layer.Dk, layer.Dv))
         collector(layer.index, k, k, v)
     return ScaleFile(quantizer.tensors_from_stats(collector.stats), {"quantizer": quantizer.name})
-
-
-def static_quantizer(config: EngineConfig) -> Quantizer:
-    """The configured quantizer. Raises ConfigError if it has nothing to calibrate."""
-    quantizer: Quantizer = QUANTIZERS.build(config.quantizer)
-    if not quantizer.observers():
-        able = [name for name in QUANTIZERS.names() if QUANTIZERS.build(name).observers()]
-        raise ConfigError(f"quantizer {quantizer.name} has no static scales to calibrate; those that have: {', '.join(able)}")
-    return quantizer

@@ -1,6 +1,7 @@
-"""Drives an engine with a workload, open or closed loop, on its own clock, real or simulated.
+"""Sends an engine the requests of a workload, in an open or a closed loop, on the engine's clock, which is real or simulated.
 
-Takes: an engine, Traffic. Gives: what was served and how fast. Does not know about: policies, records.
+Takes: an engine and a Traffic. Gives: a Served, which says how much was served and how fast. Does not know about: policies,
+records.
 """
 
 import heapq
@@ -14,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.harness.workload import Planned, Slo, Traffic
+from experiments.harness.workload import Arrival, Slo, Traffic
 from qkv.engine import Engine
 from qkv.errors import ConfigError, RequestError
 from qkv.metrics.summary import Latencies
@@ -25,9 +26,11 @@ from qkv.types import Request, SamplingParams
 
 @dataclass
 class Served:
-    """latencies leave out the requests that a closed loop starts with all at once: nobody waits like that later.
+    """Totals over the requests that ended.
 
-    good: requests within the service level. refused: those the engine would not take, with the first reason.
+    latencies: those of all requests but the first turns with which a closed loop fills its places. They arrive at the same
+    moment and wait for each other, as no later request does. good: requests that met the service level. refused: requests
+    that the engine did not take; reason: why it did not take the first of them.
     """
 
     requests: int = 0
@@ -40,7 +43,7 @@ class Served:
     latencies: Latencies = field(default_factory=Latencies)
 
     def speed(self) -> dict[str, Any]:
-        """The row's `speed`."""
+        """The `speed` part of a row."""
         rates = {
             "output_tokens_per_s": self.output_tokens,
             "total_tokens_per_s": self.output_tokens + self.prompt_tokens,
@@ -52,41 +55,44 @@ class Served:
 
 
 class _Driver:
-    """Arrivals that are known, by time; and, in a closed loop, those that wait for a place."""
+    """Knows which request is sent next, and when. coming: requests whose time is known, the earliest first. live: requests
+    that the engine works on, by id. In a closed loop a conversation takes a place when it begins and frees it when it ends."""
 
     def __init__(self, engine: Engine, traffic: Traffic) -> None:
         self.engine, self.traffic = engine, traffic
         self.start = engine.clock()
-        self.coming: list[tuple[float, int, Planned]] = []
+        self.coming: list[tuple[float, int, Arrival]] = []
         self.order = itertools.count()
-        self.first: Iterator[Planned] = iter(traffic)
-        self.live: dict[int, Planned] = {}
+        self.first: Iterator[Arrival] = iter(traffic)
+        self.live: dict[int, Arrival] = {}
         self.closed = traffic.workload.arrivals == "closed"
-        self.burst: set[int] = set()  # conversations that a closed loop starts with
-        self.open = 0  # conversations begun and not ended, in a closed loop
+        self.burst: set[int] = set()  # the conversations with which a closed loop fills its places at the start
+        self.open = 0  # places taken in a closed loop: conversations that began and have not ended
         self.fill()
         if self.closed:
-            self.burst = {planned.index for _, _, planned in self.coming}
+            self.burst = {arrival.index for _, _, arrival in self.coming}
 
     def fill(self) -> None:
-        """Know the next arrival; in a closed loop, one per free place."""
+        """Take the next first turn from the workload into `coming`; in a closed loop, one for every free place."""
         work = self.traffic.workload
         if self.closed:
-            while self.open < work.concurrency and (planned := next(self.first, None)) is not None:
+            while self.open < work.concurrency and (arrival := next(self.first, None)) is not None:
                 self.open += 1
-                self.push(planned, self.engine.clock())
-        elif not any(p.turn == 0 for _, _, p in self.coming) and (planned := next(self.first, None)) is not None:
-            self.push(planned, self.start + (planned.at or 0.0))
+                self.push(arrival, self.engine.clock())
+        elif not any(p.turn == 0 for _, _, p in self.coming) and (arrival := next(self.first, None)) is not None:
+            self.push(arrival, self.start + (arrival.at or 0.0))
 
-    def push(self, planned: Planned, at: float) -> None:
-        heapq.heappush(self.coming, (at, next(self.order), planned))
+    def push(self, arrival: Arrival, at: float) -> None:
+        heapq.heappush(self.coming, (at, next(self.order), arrival))
 
     @property
-    def next_arrival(self) -> float:
+    def next_time(self) -> float:
+        """When the next request is to be sent; infinity if none is known."""
         return self.coming[0][0] if self.coming else math.inf
 
-    def ended(self, planned: Planned, request: Request | None, now: float) -> None:
-        following = self.traffic.next_turn(planned, list(request.token_ids), now) if request is not None else None
+    def ended(self, arrival: Arrival, request: Request | None, now: float) -> None:
+        """The request ended, or was refused (None): its conversation goes on with its next turn or frees its place."""
+        following = self.traffic.next_turn(arrival, list(request.token_ids), now) if request is not None else None
         if following is not None:
             self.push(following, following.at or now)
         elif self.closed:
@@ -99,7 +105,7 @@ def serve(
 ) -> Served:
     """Send every request of the workload and step until all have ended. tick: called after every step.
 
-    Raises ConfigError for arrivals in time on a clock that only runs while this process does.
+    Raises ConfigError where requests arrive at set times but the clock counts this process's CPU seconds only.
     """
     if engine.config.runner.clock == "cpu" and traffic.workload.arrivals not in ("together", "closed"):
         raise ConfigError("runner.clock=cpu stands still while nothing runs: use workload.arrivals=closed or together")
@@ -107,20 +113,20 @@ def serve(
     clock, work = engine.clock, traffic.workload
     with tqdm(total=len(traffic), disable=not progress, unit="request", leave=False, mininterval=0.5) as bar:
         while driver.coming or driver.live:
-            while driver.next_arrival <= clock():
-                at, _, planned = heapq.heappop(driver.coming)
-                _send(engine, driver, served, planned, at, work.ignore_eos)
+            while driver.next_time <= clock():
+                at, _, arrival = heapq.heappop(driver.coming)
+                _send(engine, driver, served, arrival, at, work.ignore_eos)
                 driver.fill()
             if isinstance(clock, SimulatedClock):
-                clock.deadline = driver.next_arrival
+                clock.deadline = driver.next_time
             if not engine.has_work:
-                _wait(clock, driver.next_arrival)
+                _wait(clock, driver.next_time)
                 continue
             for request in engine.advance():
                 if request.finish_reason is not None and request.id in driver.live:
-                    planned = driver.live.pop(request.id)
-                    _count(served, request, slo, planned.index in driver.burst and planned.turn == 0)
-                    driver.ended(planned, request, clock())
+                    arrival = driver.live.pop(request.id)
+                    _count(served, request, slo, arrival.index in driver.burst and arrival.turn == 0)
+                    driver.ended(arrival, request, clock())
                     bar.update()
             if tick is not None:
                 tick()
@@ -133,13 +139,13 @@ def _params(max_tokens: int, ignore_eos: bool) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
 
 
-def _send(engine: Engine, driver: _Driver, served: Served, planned: Planned, at: float, ignore_eos: bool) -> None:
+def _send(engine: Engine, driver: _Driver, served: Served, arrival: Arrival, at: float, ignore_eos: bool) -> None:
     try:
-        driver.live[engine.add_request(planned.prompt, _params(planned.output_tokens, ignore_eos), arrival=at)] = planned
+        driver.live[engine.add_request(arrival.prompt, _params(arrival.output_tokens, ignore_eos), arrival=at)] = arrival
     except RequestError as error:
         served.refused += 1
         served.reason = served.reason or str(error)
-        driver.ended(planned, None, at)
+        driver.ended(arrival, None, at)
 
 
 def _count(served: Served, request: Request, slo: Slo, burst: bool) -> None:

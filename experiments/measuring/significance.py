@@ -1,9 +1,9 @@
-"""Is a difference between two quantizers on the same samples more than chance, and what difference would have been seen?
+"""Tests whether two quantizers' scores on the same samples differ by more than chance, and what difference would have shown.
 
-Takes: scores of the same samples, in the same order, more is better. Gives: the mean difference, its standard error, a p-value,
-the smallest difference that this many samples would have shown, and a verdict in words.
-Does not know about: tasks, models, tables. Comparing two means with their own standard errors instead, as if the samples were
-not the same, needs several times the samples: two runs of one model agree on most of them.
+Takes: scores of the same samples, in the same order; higher is better. Gives: the mean difference, its standard error, a
+p-value, the smallest difference that so many samples would have shown, and a verdict in words.
+Does not know about: tasks, models, tables. Two runs of one model agree on most samples, which a paired test makes use of. To
+compare the two means by their own standard errors, as if the samples were not the same, needs several times as many samples.
 
 Sources: McNemar, Psychometrika 12 (1947), exact form; Efron and Tibshirani, An Introduction to the Bootstrap (1993), 16.4, in
 studentized form; Holm, Scand. J. Statist. 6 (1979).
@@ -20,15 +20,16 @@ from numpy.typing import NDArray
 ALPHA = 0.05  # of all comparisons together
 POWER = 0.8
 RESAMPLES = 9_999
-_AT_A_TIME = 2_000_000  # resampled scores held at once
+_AT_A_TIME = 2_000_000  # so many resampled scores are held in memory at once
 
 
 @dataclass(frozen=True)
 class Paired:
-    """other - base over `samples` samples. delta: mean. stderr: of delta, nan for one sample. p_value: two-sided, of delta = 0.
+    """The differences other - base over `samples` samples. delta: their mean. stderr: the standard error of delta; nan for one
+    sample. p_value: two-sided, for the hypothesis that the true difference is 0.
 
-    mde: the smallest true difference that would have been found with a probability of 80 %; inf if no difference could have been.
-    changed: samples with another score.
+    mde: the smallest true difference that would have been found with a probability of 80 %; inf if no difference would have
+    been. changed: how many samples have another score.
     """
 
     samples: int
@@ -40,12 +41,13 @@ class Paired:
 
 
 def paired(base: Sequence[float], other: Sequence[float], *, binary: bool, seed: int, comparisons: int = 1) -> Paired:
-    """Test the same samples' scores against each other; hand in log-likelihoods, not losses: more is better.
+    """Test two lists of scores of the same samples against each other. Higher must be better: give log-likelihoods, not losses.
 
-    binary: scores are 0 or 1 (right or wrong): exact McNemar test. Otherwise a paired bootstrap of the studentized mean with
-    `seed`; its p-value is never below that of a sign test, so five samples can prove nothing.
-    comparisons: how many of these tests share one error probability, for `mde` (p_value is of this one alone; see `holm`).
-    Raises ValueError for lengths that differ, no samples, scores that are not finite, or not 0 or 1.
+    binary: the scores are 0 or 1 (wrong or right), and the test is McNemar's, exact. Otherwise it is a paired bootstrap of the
+    studentized mean, drawn with `seed`; its p-value is never below that of a sign test, so five samples can prove nothing.
+    comparisons: how many such tests share one error probability. It counts for `mde`; p_value is of this test alone (see `holm`).
+    Raises ValueError for lists of different lengths or without samples, and for scores that are not finite or, where binary, not
+    0 or 1.
     """
     a, b = np.asarray(base, dtype=np.float64), np.asarray(other, dtype=np.float64)
     if a.shape != b.shape or a.ndim != 1 or not len(a):
@@ -71,14 +73,16 @@ def paired(base: Sequence[float], other: Sequence[float], *, binary: bool, seed:
 
 
 def mcnemar(worse: int, better: int) -> float:
-    """Two-sided exact p-value that flips either way are equally likely. Samples that did not flip say nothing about it."""
+    """Exact two-sided p-value for the hypothesis that a sample that flips is as likely to get worse as to get better. Samples
+    that did not flip do not matter."""
     flips = worse + better
     tail = sum(math.comb(flips, i) for i in range(min(worse, better) + 1))
     return min(1.0, 2 * tail / 2**flips)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values, in the given order, corrected for being several: each below 0.05 holds with all others at once."""
+    """The p-values, in the given order, corrected for how many there are: with a probability of 95 % no true hypothesis is among
+    those below 0.05."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, so_far = [0.0] * len(p_values), 0.0
     for rank, i in enumerate(order):
@@ -88,7 +92,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def verdict(result: Paired, adjusted_p: float | None = None, unit: str = "points") -> str:
-    """In words. adjusted_p: from `holm`, None for one comparison. unit: of the scores; `points` are hundredths of an accuracy."""
+    """The result in words. adjusted_p: from `holm`; None where it was the only comparison. unit: of the scores; "points" are
+    hundredths of an accuracy."""
 
     def amount(x: float) -> str:
         return f"{100 * x:.1f} points" if unit == "points" else f"{x:.3g} {unit}"
@@ -104,23 +109,25 @@ def verdict(result: Paired, adjusted_p: float | None = None, unit: str = "points
 
 
 def _quantiles(comparisons: int) -> float:
-    """How many standard errors a true difference must be away from 0 to be found with a probability of POWER."""
+    """By how many standard errors a true difference must differ from 0 to be found with a probability of POWER."""
     normal = NormalDist()
     return normal.inv_cdf(1 - ALPHA / comparisons / 2) + normal.inv_cdf(POWER)
 
 
 def _flips_needed(n: int, flipping: float, comparisons: int) -> float:
-    """Smallest true change of an accuracy that McNemar's test would find. flipping: share of samples that flipped.
+    """The smallest true change of an accuracy that McNemar's test would find. flipping: share of samples that flipped.
 
-    A loss of d adds d to the flips that happen anyhow: its standard error is sqrt((flipping + d) / n), and d must be `_quantiles`
-    of these. Without any flip this leaves about 8 / n: the exact test needs 6 flips one way, with a probability of 80 %.
+    A loss of d adds the share d to the samples that flip anyway, so its standard error is sqrt((flipping + d) / n), and d must
+    be `_quantiles` times that. Where no sample flipped, this gives about 8 / n: enough that with a probability of 80 % there are
+    the 6 flips in one direction that the exact test needs.
     """
     c = _quantiles(comparisons) ** 2 / n
     return (c + math.sqrt(c * c + 4 * c * flipping)) / 2
 
 
 def _bootstrap(difference: NDArray[np.float64], seed: int) -> float:
-    """Share of resamples whose mean, in its own standard deviations, is as far from the samples' mean as that is from 0."""
+    """The p-value: the share of resamples whose mean is as far from the samples' mean as that is from 0, both measured in the
+    standard deviations of their own samples."""
     n = len(difference)
     mean = difference.mean()
     observed = _studentized(np.array([mean]), np.array([difference.std()]))[0]
@@ -135,7 +142,7 @@ def _bootstrap(difference: NDArray[np.float64], seed: int) -> float:
 
 
 def _studentized(means: NDArray[np.float64], deviations: NDArray[np.float64]) -> NDArray[np.float64]:
-    """|mean| / deviation; 0 for a mean of 0, and infinite where nothing varies around another mean."""
+    """|mean| / deviation: 0 for a mean of 0, and infinite for another mean around which nothing varies."""
     means, tiny = np.abs(means), 1e-12 * (np.abs(means) + deviations)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(means == 0, 0.0, np.where(deviations <= tiny, np.inf, means / deviations))

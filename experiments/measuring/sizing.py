@@ -1,4 +1,4 @@
-"""The arithmetic of memory: bytes of a block, blocks of a pool, requests that fit, and what would make the rest fit.
+"""The arithmetic of memory: bytes of a block, blocks of a pool, requests that fit, and what would make the others fit.
 
 Takes: a model's dimensions, a memory size, a demand. Gives: one row. Needs no weights. Does not know about: time, tables.
 """
@@ -18,12 +18,13 @@ from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.validate import parse_bytes, require
 
 GIB = 2**30
-REST = 0.1  # share of the memory assumed to go to activations and the runtime where no reserve is given
+REST = 0.1  # where no reserve is given, this share of the memory is assumed to go to activations and the runtime
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What is to be served, and on what. reserve: sizes that are not for the cache."""
+    """What is to be served: `concurrency` requests of `context` tokens on `device_memory` bytes. reserve: sizes that the cache
+    cannot have. tokens_per_request: how long requests really are, where that is shorter than `context`."""
 
     concurrency: int = 32
     context: int = 2048
@@ -43,7 +44,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Pool:
-    """A cache of `budget` bytes in whole blocks. All counts leave out the null block, which every pool has besides."""
+    """A cache of `budget` bytes in whole blocks. No count includes the null block, which every pool has in addition."""
 
     budget: int
     block_bytes: int
@@ -57,11 +58,11 @@ class Pool:
         return -(-tokens // self.block_size)
 
     def requests(self, tokens: int) -> int:
-        """Requests of that many tokens that fit, each in whole blocks."""
+        """How many requests of so many tokens fit, each in whole blocks."""
         return self.blocks // self.blocks_for(tokens)
 
     def context(self, concurrency: int) -> int:
-        """Tokens each that fit for that many requests."""
+        """How many tokens each of so many requests can have."""
         return self.blocks // concurrency * self.block_size
 
 
@@ -70,14 +71,14 @@ def block_size_of(config: EngineConfig) -> int:
 
 
 def bytes_per_block(dims: Dimensions, dtype: str, quantizer: Any, block_size: int, kv_heads: int | None = None) -> int:
-    """Bytes of a block over all layers. quantizer: a name or a mapping. kv_heads: instead of the model's."""
+    """Bytes of a block over all layers. quantizer: a name or a mapping. kv_heads: how many, if not as many as the model has."""
     bound, layers = QUANTIZERS.build(quantizer), dims.layer_shapes(kv_heads)
     bound.bind(layers, stand_in(bound, layers), getattr(torch, dtype), torch.device("cpu"))
     return block_bytes(layers, [bound.formats(i) for i in range(len(layers))], block_size)
 
 
 def plan_row(config: EngineConfig, dims: Dimensions, demand: Demand) -> dict[str, Any]:
-    """The row: `policy` and `plan`. Raises ConfigError when the reserve takes the whole memory."""
+    """The row, with its parts `policy` and `plan`. Raises ConfigError when the reserve takes the whole memory."""
     size, dtype = block_size_of(config), config.model.dtype
     block = bytes_per_block(dims, dtype, config.quantizer, size)
     memory = parse_bytes(demand.device_memory, "plan.device_memory") or config.device.memory_bytes
@@ -117,7 +118,7 @@ def plan_row(config: EngineConfig, dims: Dimensions, demand: Demand) -> dict[str
 
 
 def _options(config: EngineConfig, dims: Dimensions, demand: Demand, pool: Pool) -> list[dict[str, Any]]:
-    """What each quantizer, a shorter context, fewer requests or fewer KV heads would change."""
+    """What would change with each quantizer, a shorter context, fewer requests or a model with fewer KV heads."""
     options = []
 
     def add(change: str, block: int, concurrency: int, context: int) -> bool:

@@ -1,6 +1,7 @@
-"""Static scales from the user's own data: a scale file, its statistics, a report, and a check on documents held back.
+"""Finds static scales on the user's own data: writes a scale file, its statistics and a report, and checks the scales on
+documents that were held back.
 
-Takes: the settings of a run. Gives: files and one row. The parts are in calibration/; this puts them in order.
+Takes: the settings of a run. Gives: files and one row. The work is done in calibration/; this file puts it in order.
 """
 
 from dataclasses import dataclass, field
@@ -11,8 +12,8 @@ from tqdm import tqdm
 
 from calibration.fitting import search
 from calibration.fitting.advice import next_data
-from calibration.fitting.collect import quantizer_metadata
 from calibration.fitting.diagnose import diagnose
+from calibration.fitting.fit import fit, static_quantizer
 from calibration.fitting.gather import gather
 from calibration.fitting.report import write
 from calibration.fitting.statistics import Statistics, statistics_path
@@ -23,7 +24,6 @@ from experiments.harness.record import plain
 from experiments.harness.table import console, number
 from experiments.measuring import engines
 from experiments.measuring.held_back import score, show_reading
-from experiments.measuring.scales import static_quantizer
 from qkv.config import EngineConfig
 from qkv.engine import Engine
 from qkv.models import LoadedModel, load_model
@@ -32,7 +32,7 @@ from qkv.scales import ScaleFile
 from qkv.validate import require
 
 _ROW_IN_REPORT = 2000  # characters of a row that report.html shows
-_DIAGNOSED = 8  # documents on which errors per layer and head are measured
+_DIAGNOSED = 8  # errors per layer and head are measured on so many documents
 _REPORTED = ("model", "quantizer", "quantizer_fields", "method", "data", "documents", "tokens", "sampling")
 
 
@@ -59,7 +59,7 @@ class Calibrate(Experiment):
         require(self.checkpoint_every >= 1, "checkpoint_every", self.checkpoint_every, "at least 1")
 
     def run(self, run: Run) -> None:
-        quantizer = static_quantizer(run.engine)
+        quantizer = static_quantizer(run.engine.quantizer)
         loaded = load_model(run.engine.model)
         sample = draw(run.data, loaded.tokenizer, self.sample, run.engine.seed)
         show_reading(run.data.name, sample)
@@ -73,7 +73,7 @@ class Calibrate(Experiment):
             report = self._check(run, loaded, engine, statistics, scales, sample)
         finally:
             engine.close()
-        scales.save(self.out)  # with what the check found
+        scales.save(self.out)  # again, now with what the check found
         write(run.folder, report)
         self._checkpoint.unlink(missing_ok=True)
         self._show(run, report)
@@ -91,31 +91,16 @@ class Calibrate(Experiment):
             total=total, disable=not run.progress, unit=" tokens", leave=False, desc=f"calibrating {engine.loaded.name}"
         ) as bar:
             statistics = gather(engine, documents, self.sink_tokens, self._checkpoint, self.checkpoint_every, bar.update)
-            if self.method == "output":
+            statistics.metadata |= {"data": run.data.name, "sampling": sample.how}
+            if searched:
                 bar.set_description("searching ranges")
-                choices = search.least_output_error(quantizer, statistics.layers, engine, searched, bar.update)
-                tensors = search.at(quantizer, statistics.layers, choices, cover=False)
-            else:
-                tensors = search.tensors(quantizer, statistics.layers, engine.layers, self.method, self.percentile)
-        method: dict[str, Any] = {"percentile": self.percentile} if self.method == "percentile" else {}
-        statistics.metadata |= {"data": run.data.name}
-        metadata = (
-            statistics.metadata
-            | quantizer_metadata(quantizer, self.method)
-            | method
-            | {
-                "sampling": sample.how,
-                "coverage": {"layers": len(statistics.layers), "of": len(engine.layers)},
-            }
-        )
-        file = ScaleFile(tensors, metadata)
-        file.validate(engine.layers, quantizer.name, engine.loaded.fingerprint)
+            file = fit(engine, statistics, quantizer, self.method, self.percentile, searched, bar.update)
         return statistics, file
 
     def _check(
         self, run: Run, loaded: LoadedModel, engine: Engine, statistics: Statistics, scales: ScaleFile, sample: Sample
     ) -> dict[str, Any]:
-        """The report: what stands out in the statistics, and the accuracy on documents that were held back."""
+        """Write the report: what stands out in the statistics, and the accuracy on documents that were held back."""
         quantizer = QUANTIZERS.build(run.engine.quantizer)
         looked_at = [d for d in sample.held_back or sample.calibration if len(d) > 1][:_DIAGNOSED]
         scored = [d for d in sample.held_back if len(d) > 1]
@@ -175,7 +160,7 @@ class Calibrate(Experiment):
 
 
 def memory(config: EngineConfig, loaded: LoadedModel, scales: ScaleFile) -> dict[str, Any]:
-    """The row's `memory` of the configured quantizer with a pool for one short document."""
+    """The `memory` part of the row: that of the configured quantizer, with a pool for one short document."""
     engine = engines.build(engines.single_document(config, 16), loaded, config.quantizer, scales)
     try:
         part: dict[str, Any] = engine.metrics()["memory"]

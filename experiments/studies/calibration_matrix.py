@@ -1,7 +1,7 @@
-"""Does it matter what you calibrate on? Calibrate on each kind of text, evaluate on each: a heat map and a table of KL.
+"""Does it matter on what text scales are calibrated? Calibrates on each kind of text and evaluates on each.
 
-Takes: names of data sources, a quantizer with static scales. Gives: one row per pair. The first number to look at is how much
-worse a column's other rows are than its diagonal.
+Takes: names of data sources, a quantizer with static scales. Gives: one row per pair, a table and a heat map of KL divergences.
+What to look at first: how much worse the other rows of a column are than its diagonal.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from calibration.fitting import search
-from calibration.fitting.collect import provenance, quantizer_metadata
+from calibration.fitting.fit import fit, static_quantizer
 from calibration.fitting.gather import observed
 from calibration.text.data import DATA, DataSource
 from calibration.text.sample import Sample, Sampling, draw
@@ -20,7 +20,6 @@ from experiments.harness.plots import heat_map
 from experiments.harness.table import number, show
 from experiments.measuring import engines
 from experiments.measuring.held_back import score
-from experiments.measuring.scales import static_quantizer
 from qkv.engine import Engine
 from qkv.errors import ConfigError
 from qkv.models import load_model
@@ -33,7 +32,7 @@ from qkv.scales import ScaleFile
 class CalibrationMatrix(Experiment):
     """sources: names of data options, or {name: ..., field: value}. method, percentile, sink_tokens: as in calibrate.
 
-    sample: documents calibrate, held_back evaluate, both of every source.
+    sample: of every source, `documents` are for calibration and `held_back` for evaluation.
     """
 
     sources: list[Any] = field(default_factory=lambda: ["banking", "dialogues", "code", "briefs"])
@@ -51,7 +50,7 @@ class CalibrationMatrix(Experiment):
             DATA.build(spec)
 
     def run(self, run: Run) -> None:
-        quantizer = static_quantizer(run.engine)
+        quantizer = static_quantizer(run.engine.quantizer)
         loaded = load_model(run.engine.model)
         sources: list[DataSource] = [DATA.build(spec) for spec in self.sources]
         samples = [draw(source, loaded.tokenizer, self.sample, run.engine.seed) for source in sources]
@@ -79,9 +78,8 @@ class CalibrationMatrix(Experiment):
         self._show(run.folder / "calibration_matrix.png", quantizer, [s.name for s in sources], matrix)
 
     def _calibrate(self, engine: Engine, quantizer: Quantizer, sample: Sample, bar: Any) -> ScaleFile:
-        stats = observed(engine, sample.calibration, self.sink_tokens, bar.update)
-        tensors = search.tensors(quantizer, stats, engine.layers, self.method, self.percentile)
-        return ScaleFile(tensors, provenance(engine, sample.calibration) | quantizer_metadata(quantizer, self.method))
+        statistics = observed(engine, sample.calibration, self.sink_tokens, bar.update)
+        return fit(engine, statistics, quantizer, self.method, self.percentile)
 
     def _show(self, chart: Path, quantizer: Quantizer, names: list[str], matrix: list[list[dict[str, Any]]]) -> None:
         kl = [[part["kl_divergence"] for part in row] for row in matrix]

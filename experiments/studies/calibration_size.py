@@ -10,18 +10,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from calibration.fitting import search
-from calibration.fitting.collect import provenance, quantizer_metadata
+from calibration.fitting.fit import fit, static_quantizer
 from calibration.fitting.gather import observed
 from calibration.text.sample import Sampling, draw
 from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.table import number, show
 from experiments.measuring import engines
 from experiments.measuring.held_back import score
-from experiments.measuring.scales import static_quantizer
 from qkv.errors import ConfigError
 from qkv.models import load_model
-from qkv.scales import ScaleFile
 from qkv.validate import require
 
 
@@ -39,7 +36,7 @@ class CalibrationSize(Experiment):
         require(self.repeats >= 1, "repeats", self.repeats, "at least 1")
 
     def run(self, run: Run) -> None:
-        quantizer, loaded = static_quantizer(run.engine), load_model(run.engine.model)
+        quantizer, loaded = static_quantizer(run.engine.quantizer), load_model(run.engine.model)
         sample = draw(run.data, loaded.tokenizer, self.sample, run.engine.seed)
         held, there = [d for d in sample.held_back if len(d) > 1], sum(map(len, sample.calibration))
         if not held or there < max(self.tokens):
@@ -54,10 +51,8 @@ class CalibrationSize(Experiment):
                 run.record.set("model", engines.model_part(loaded, engine))
                 files = []
                 for _, documents in trials:
-                    tensors = search.tensors(
-                        quantizer, observed(engine, documents, 0, bar.update), engine.layers, "absmax", 100.0
-                    )
-                    files.append(ScaleFile(tensors, provenance(engine, documents) | quantizer_metadata(quantizer, "absmax")))
+                    statistics = observed(engine, documents, 0, bar.update)
+                    files.append(fit(engine, statistics, quantizer, "absmax", 100.0))
             finally:
                 engine.close()
             bar.set_description("scoring")

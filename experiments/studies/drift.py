@@ -1,6 +1,6 @@
-"""Does a scale file still fit today's data? Its error against that of a file calibrated on that data, on held-back documents.
+"""Does a scale file still fit today's data? Compares it, on held-back documents, with a file calibrated on this data.
 
-Takes: a scale file, data. Gives: saturation and reach per layer, what a new calibration would gain, a verdict with its rule.
+Takes: a scale file, data. Gives: saturation and reach per layer, what a new calibration would gain, and a verdict with its rule.
 """
 
 import math
@@ -10,8 +10,8 @@ from typing import Any
 from tqdm import tqdm
 
 from calibration.fitting import search
-from calibration.fitting.collect import quantizer_metadata
 from calibration.fitting.diagnose import diagnose
+from calibration.fitting.fit import fit
 from calibration.fitting.gather import observed
 from calibration.text.sample import Sample, Sampling, draw
 from experiments.harness.base import EXPERIMENTS, Experiment, Run
@@ -26,15 +26,16 @@ from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile
 from qkv.validate import require
 
-_WORST = 8  # layers in the table
+_WORST = 8  # the table shows so many layers
 _DIAGNOSED = 8
-# How the comparison file is made; `output` would need a search over documents, squared error is the nearest without one.
+# Method of the new file, by that of the given one. `output` would need a search over documents; `mse` comes nearest without.
 _AGAIN: dict[str, search.Method] = {"percentile": "percentile", "mse": "mse", "output": "mse"}
 
 
 @dataclass
 class _Found:
-    """layers: as in diagnose(); old, new: of the given file and of one calibrated on the new data by the same method."""
+    """What was measured. layers: as diagnose() returns them. old: the scores of the given file. new: those of a file calibrated
+    on the new data by the same method."""
 
     layers: list[dict[str, Any]]
     old: Scored
@@ -56,9 +57,9 @@ class Drift(Experiment):
         require(self.sigmas >= 0, "sigmas", self.sigmas, "at least 0")
 
     def run(self, run: Run) -> None:
-        if run.engine.scales is None:
+        file = ScaleFile.of(run.engine.scales)
+        if file is None:
             raise ConfigError("drift judges a scale file: add scales=FILE")
-        file = ScaleFile.load(run.engine.scales)
         name = file.metadata.get("quantizer")
         if name not in QUANTIZERS.names():
             raise ConfigError(
@@ -76,7 +77,7 @@ class Drift(Experiment):
         show_reading(run.data.name, sample)
         engine = engines.build(engines.whole_documents(run.engine, self.sample.tokens), loaded, "none")
         try:
-            file.validate(engine.layers, quantizer.name, loaded.fingerprint)
+            file.validate(engine.layers, quantizer.name, loaded.fingerprint, quantizer.static_tensors())
             run.record.set("model", engines.model_part(loaded, engine))
             found = self._look(run, loaded, engine, quantizer, file, sample, scored)
         finally:
@@ -106,13 +107,12 @@ class Drift(Experiment):
         documents, looked_at = sample.calibration, scored[:_DIAGNOSED]
         total = sum(map(len, [*documents, *looked_at])) + 3 * sum(map(len, scored))
         with tqdm(total=total, disable=not run.progress, unit=" tokens", leave=False, desc=f"reading {run.data.name}") as bar:
-            stats = observed(engine, documents, int(file.metadata.get("sink_tokens", 0)), bar.update)
+            statistics = observed(engine, documents, int(file.metadata.get("sink_tokens", 0)), bar.update)
             method = _AGAIN.get(file.metadata.get("method", ""), "absmax")
             keep = float(file.metadata.get("percentile", 100.0))
-            fresh = search.tensors(quantizer, stats, engine.layers, method, keep)
-            found = diagnose(engine, stats, quantizer, file.tensors, looked_at, bar.update)
-            metadata = {"model_fingerprint": loaded.fingerprint} | quantizer_metadata(quantizer, method)
-            old, new = score(run.engine, loaded, scored, [file, ScaleFile(fresh, metadata)], bar.update)
+            fresh = fit(engine, statistics, quantizer, method, keep)
+            found = diagnose(engine, statistics.layers, quantizer, file.tensors, looked_at, bar.update)
+            old, new = score(run.engine, loaded, scored, [file, fresh], bar.update)
         return _Found(found["layers"], old, new)
 
     def _show(self, run: Run, file: ScaleFile, found: _Found, verdict: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class Drift(Experiment):
 
 
 def judge(old: Accuracy, new: Accuracy, gain: float, sigmas: float) -> dict[str, Any]:
-    """verdict keep | recalibrate, why, and the numbers: the rule is in `why`.
+    """The verdict, "keep" or "recalibrate", the reason with its rule (`why`), and the numbers.
 
     Recalibrate if the file's KL is above `gain` times that of a file calibrated on the new data, and the difference, paired by
     document, is above `sigmas` standard errors.

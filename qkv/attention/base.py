@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from qkv.layout import AttentionMetadata, HeadFormat, KVFormat, LayerShape
+from qkv.layout import SIDES, AttentionMetadata, HeadFormat, KVFormat, LayerShape
+from qkv.policies.quantizer._check import check_codes
 from qkv.registry import Registry
 
 if TYPE_CHECKING:
@@ -30,13 +31,16 @@ class AttentionBackend(ABC):
     """Stores K and V of a call, once, and attends from the pool. Never two operations in the model graph."""
 
     name: ClassVar[str]
-    keeps_raw_rows: ClassVar[bool] = False  # whether it writes and reads raw tails (block-unit formats) and sinks
+    keeps_raw_rows: ClassVar[bool] = False  # whether it writes and reads raw tails (block-unit formats) and sink rows
     fused: ClassVar[bool]  # False: the reference; needs attention.allow_reference where a fused backend was asked for
     capturable: ClassVar[bool] = False  # whether attend() over decodes may be captured in a CUDA graph: no host synchronisation
 
     @abstractmethod
     def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:
-        """None if this backend runs the formats on this layer, else the reason, as shown to the user."""
+        """None if this backend runs the formats on this layer, else the reason, as shown to the user.
+
+        choose_backend asks for every head range of every layer (k and v: its formats, B: the block size) before the pool exists.
+        """
 
     def declines(self, dtype: torch.dtype, reads: Reads, deterministic: bool) -> str | None:
         """None if this backend runs an engine of this compute dtype and these settings, else the reason, as shown to the user.
@@ -45,9 +49,17 @@ class AttentionBackend(ABC):
         """
         return None
 
-    @abstractmethod
     def bind(self, store: "KVStore", quantizer: "Quantizer", layers: list[LayerShape], reads: Reads, deterministic: bool) -> None:
-        """Called once, after the pool is allocated."""
+        """The engine calls it once, after it has allocated the pool (`store`) and bound the quantizer to the same layers.
+
+        Afterwards self._planes[layer] are the head ranges with their static parameters. Raises ConfigError for a quantizer whose
+        encode or decode is not what its formats say.
+        """
+        check_codes(quantizer, layers, store.block_size, store.device)
+        self._quantizer, self._layers = quantizer, layers
+        self._planes = [
+            [p.with_statics(s) for p, s in zip(store.planes(i), quantizer.statics(i), strict=True)] for i in range(len(layers))
+        ]
 
     @abstractmethod
     def attend(
@@ -57,12 +69,13 @@ class AttentionBackend(ABC):
         k: torch.Tensor,
         v: torch.Tensor,
         meta: AttentionMetadata,
-        sinks: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Encode and store K, V, then attend.
+        """Encode and store K, V, then attend. Called once per layer of every forward, through the step context.
 
-        q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv] in the compute dtype; sinks [Hq] or None. Returns [T, Hq, Dv] in q's
-        dtype, zeros for padding rows. Softmax scale, window and softcap come with the bound LayerShape.
+        q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv] in the compute dtype: the packed tokens that `meta` describes; sink_logits [Hq]
+        or None. Returns [T, Hq, Dv] in q's dtype, zeros for padding rows. Softmax scale, window and softcap come with the bound
+        LayerShape.
         """
 
 
@@ -90,10 +103,10 @@ def choose_backend(
     def refusal(backend: AttentionBackend) -> str | None:
         for layer, ranges in zip(layers, formats, strict=True):
             for r in ranges:
-                raw = any(fmt.unit == "block" or fmt.sink_tokens for fmt in (r.k, r.v))
+                raw = any(r.of(side).unit == "block" or r.of(side).sink_tokens for side in SIDES)
                 reason = backend.supports(r.k, r.v, layer, B, device)
                 if raw and not backend.keeps_raw_rows:
-                    reason = f"the {backend.name} backend keeps no raw tails or sinks, which these formats need"
+                    reason = f"the {backend.name} backend keeps no raw tails and no raw sink rows, which these formats need"
                 if reason:
                     return f"layer {layer.index}: {reason}"
         return backend.declines(dtype, reads, deterministic)
@@ -128,14 +141,14 @@ class StepContext:
     calls: int = field(default=0)  # attention layers served; the adapter checks it against the model's layer count
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The backend's attend, as a model's forward reaches it."""
         if self.observer is not None:
             real = self.meta.query_start_list[-1]
             self.observer(layer, q[:real], k[:real], v[:real])
         self.calls += 1
-        return self.backend.attend(layer, q, k, v, self.meta, sinks)
+        return self.backend.attend(layer, q, k, v, self.meta, sink_logits)
 
 
 _active = threading.local()

@@ -12,9 +12,8 @@ import torch
 
 from qkv.attention.base import BACKENDS, AttentionBackend, Reads
 from qkv.attention.reference import store
-from qkv.layout import AttentionMetadata, KVFormat, LayerShape, Statics
+from qkv.layout import SIDES, AttentionMetadata, KVFormat, LayerShape
 from qkv_kernels import cpu
-from qkv_kernels.reference.planes import Plane
 
 if TYPE_CHECKING:
     from qkv.cache.store import HeadPlanes, KVStore
@@ -23,21 +22,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class _Part(NamedTuple):
-    """One head range of a layer, as the operator takes it."""
+class _Range(NamedTuple):
+    """One head range of a layer, with its planes as the operator takes them."""
 
     kv: slice
     queries: slice
-    k: Plane
-    v: Plane
-    planes: list[torch.Tensor]
+    planes: "HeadPlanes"
+    tensors: list[torch.Tensor]
     formats: list[int]
 
 
 @BACKENDS.register("cpu")
 @dataclass
 class CpuBackend(AttentionBackend):
-    """Store and attend in one operator, on torch's threads. Every format. Compiled on first use; declines without a compiler."""
+    """Store and attend in one operator, on torch's threads. Every affine format. Compiled on first use, or declined."""
 
     fused: ClassVar[bool] = True
     keeps_raw_rows: ClassVar[bool] = True
@@ -45,8 +43,10 @@ class CpuBackend(AttentionBackend):
     def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"the cpu kernels do not run on {device.type}"
-        if layer.Hq // layer.H > cpu.MAX_GROUP:
-            return f"the cpu kernels take at most {cpu.MAX_GROUP} query heads per kv head, not {layer.Hq // layer.H}"
+        if layer.Hq // layer.H > cpu.MAX_QUERIES_PER_KV_HEAD:
+            return (
+                f"the cpu kernels take at most {cpu.MAX_QUERIES_PER_KV_HEAD} query heads per kv head, not {layer.Hq // layer.H}"
+            )
         return cpu.refusal(k, layer.Dk) or cpu.refusal(v, layer.Dv)
 
     def declines(self, dtype: torch.dtype, reads: Reads, deterministic: bool) -> str | None:
@@ -59,11 +59,10 @@ class CpuBackend(AttentionBackend):
     def bind(self, store: "KVStore", quantizer: "Quantizer", layers: list[LayerShape], reads: Reads, deterministic: bool) -> None:
         if reason := self.declines(torch.float32, reads, deterministic):
             raise RuntimeError(reason)
-        self._quantizer, self._layers, self._deterministic = quantizer, layers, deterministic
+        super().bind(store, quantizer, layers, reads, deterministic)
+        self._deterministic = deterministic
         self._custom, self._isa = quantizer.encode_rule == "custom", cpu.instruction_set()
-        self._parts = [
-            [_part(p, s, la) for p, s in zip(store.planes(i), quantizer.statics(i), strict=True)] for i, la in enumerate(layers)
-        ]
+        self._ranges = [[_range(p, la) for p in ranges] for ranges, la in zip(self._planes, layers, strict=True)]
         for plane in {t.data_ptr(): t for i in range(len(layers)) for p in store.planes(i) for t in p.tensors}.values():
             torch.ops.qkv_cpu.advise_huge(plane)
 
@@ -74,26 +73,27 @@ class CpuBackend(AttentionBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         meta: AttentionMetadata,
-        sinks: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         shape = self._layers[layer]
         outs = []
-        for i, part in enumerate(self._parts[layer]):
-            part_k, part_v = k[:, part.kv], v[:, part.kv]
+        for i, heads in enumerate(self._ranges[layer]):
+            rows = {"k": k[:, heads.kv], "v": v[:, heads.kv]}
             if self._custom:
-                store(part.k, part_k, partial(self._quantizer.encode_k, layer=layer, part=i), meta)
-                store(part.v, part_v, partial(self._quantizer.encode_v, layer=layer, part=i), meta)
+                for side in SIDES:
+                    encode = partial(self._quantizer.encode, side=side, layer=layer, range_index=i)
+                    store(heads.planes.of(side), rows[side], encode, meta)
             out = cpu.attend(
-                q[:, part.queries],
-                part_k,
-                part_v,
-                part.planes,
+                q[:, heads.queries],
+                rows["k"],
+                rows["v"],
+                heads.tensors,
                 meta.block_table,
                 meta.query_start,
                 meta.slots,
                 meta.positions,
-                None if sinks is None else sinks[part.queries],
-                part.formats,
+                None if sink_logits is None else sink_logits[heads.queries],
+                heads.formats,
                 shape.scaling,
                 shape.window,
                 shape.softcap,
@@ -107,12 +107,11 @@ class CpuBackend(AttentionBackend):
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
-def _part(p: "HeadPlanes", s: Statics, layer: LayerShape) -> _Part:
-    G, heads = layer.Hq // layer.H, p.heads
-    k = Plane(p.k_format, p.k_codes, p.k_scale, p.k_zero, s.k_scale, s.k_zero, p.k_tail, p.k_sink)
-    v = Plane(p.v_format, p.v_codes, p.v_scale, p.v_zero, s.v_scale, s.v_zero, p.v_tail, p.v_sink)
-    planes, formats = cpu.expand(k, layer.Dk) + cpu.expand(v, layer.Dv), cpu.format_numbers(k.fmt) + cpu.format_numbers(v.fmt)
-    return _Part(slice(heads.start, heads.stop), slice(heads.start * G, heads.stop * G), k, v, planes, formats)
+def _range(planes: "HeadPlanes", layer: LayerShape) -> _Range:
+    G, heads = layer.Hq // layer.H, planes.heads
+    tensors = [t for side in SIDES for t in cpu.expand(planes.of(side), layer.dim(side))]
+    formats = [n for side in SIDES for n in cpu.format_numbers(planes.of(side).fmt)]
+    return _Range(slice(heads.start, heads.stop), slice(heads.start * G, heads.stop * G), planes, tensors, formats)
 
 
 @lru_cache

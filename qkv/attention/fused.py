@@ -77,8 +77,8 @@ class FusedForward:
         except (AttributeError, KeyError, TypeError) as error:
             raise NotRecognised(f"its modules are not those of a llama-like decoder ({error})") from None
         self._shapes, self.vocab_size = layers, int(self._embed.weight.shape[0])
-        if any(s.Dk != s.Dv or s.sinks for s in layers):
-            raise NotRecognised("its attention has sinks, or values of another size than its keys")
+        if any(s.Dk != s.Dv or s.sink_logits for s in layers):
+            raise NotRecognised("its attention has sink logits, or values of another size than its keys")
         known = {t.untyped_storage().data_ptr() for x in self._layers for t in x.tensors()}
         known |= {t.untyped_storage().data_ptr() for t in (self._norm, *self._head, *self._head_bias)}
         known |= {p.untyped_storage().data_ptr() for p in self._embed.parameters()}
@@ -190,7 +190,7 @@ class _StandIn(StepContext):
         self.layers = layers
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None = None
     ) -> torch.Tensor:
         shape = self.layers[layer]
         k, v = (x.float().repeat_interleave(shape.Hq // shape.H, 1) for x in (k, v))

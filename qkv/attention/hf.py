@@ -54,16 +54,18 @@ def attention_function(
 
 
 @torch.library.custom_op("qkv::attend", mutates_args=())
-def opaque_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layer: int) -> torch.Tensor:
+def opaque_attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None, layer: int
+) -> torch.Tensor:
     """What a compiled model calls instead of all that: q [Hq, T, Dk], k [H, T, Dk], v [H, T, Dv] -> [T, Hq, Dv]. One operator,
     which stores and attends through the context of the step that runs it; the compiler does not look inside."""
     context = current_context()
     assert isinstance(context, StepContext), "a compiled model ran outside its engine"
-    return context.attend(layer, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), sinks).contiguous()
+    return context.attend(layer, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), sink_logits).contiguous()
 
 
 @opaque_attend.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layer: int) -> torch.Tensor:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None, layer: int) -> torch.Tensor:
     return q.new_empty(q.shape[1], q.shape[0], v.shape[2])
 
 

@@ -88,7 +88,7 @@ class Probe:
             scaling=q.shape[3] ** -0.5 if scaling is None else float(scaling),
             window=window,
             softcap=None if softcap is None else float(softcap),
-            sinks=kwargs.get("s_aux") is not None,
+            sink_logits=kwargs.get("s_aux") is not None,
         )
         return q.new_zeros(1, q.shape[2], Hq, v.shape[3])
 

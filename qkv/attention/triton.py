@@ -12,13 +12,13 @@ import torch
 
 from qkv.attention.base import BACKENDS, AttentionBackend, Reads
 from qkv.errors import ConfigError
-from qkv.layout import AttentionMetadata, KVFormat, LayerShape
-from qkv_kernels.reference.attend import Plane, Rule
+from qkv.layout import SIDES, AttentionMetadata, KVFormat, LayerShape
+from qkv_kernels.reference.attend import Rule
 from qkv_kernels.reference.overlay import Rows
 from qkv_kernels.triton import spec
 
 if TYPE_CHECKING:
-    from qkv.cache.store import KVStore
+    from qkv.cache.store import HeadPlanes, KVStore
     from qkv.policies.quantizer.base import Quantizer
 
 MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
@@ -46,8 +46,8 @@ class TritonBackend(AttentionBackend):
             return f"Triton kernels need a GPU, and the model is on {device.type}"
         if not torch.version.hip and (has := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
             return f"Triton kernels need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or newer, this GPU has {has}"
-        if layer.Hq // layer.H > spec.MAX_GROUP:
-            return f"{layer.Hq // layer.H} query heads share a kv head; Triton kernels take up to {spec.MAX_GROUP}"
+        if layer.Hq // layer.H > spec.MAX_QUERIES_PER_KV_HEAD:
+            return f"{layer.Hq // layer.H} query heads share a kv head; Triton kernels take up to {spec.MAX_QUERIES_PER_KV_HEAD}"
         if B < MIN_BLOCK_SIZE:
             return f"block_size {B} is below {MIN_BLOCK_SIZE}"
         if B > MAX_BLOCK_SIZE:
@@ -66,20 +66,9 @@ class TritonBackend(AttentionBackend):
     def bind(self, store: "KVStore", quantizer: "Quantizer", layers: list[LayerShape], reads: Reads, deterministic: bool) -> None:
         from qkv_kernels.triton import tuning
 
-        self._quantizer, self._layers, self._custom = quantizer, layers, quantizer.encode_rule == "custom"
-        self._processors = tuning.processors(store.device)
-        self._planes = [
-            [
-                (
-                    p.heads,
-                    Plane(p.k_format, p.k_codes, p.k_scale, p.k_zero, s.k_scale, s.k_zero, p.k_tail, p.k_sink),
-                    Plane(p.v_format, p.v_codes, p.v_scale, p.v_zero, s.v_scale, s.v_zero, p.v_tail, p.v_sink),
-                )
-                for p, s in zip(store.planes(i), quantizer.statics(i), strict=True)
-            ]
-            for i in range(len(layers))
-        ]
-        if self._custom and any(k.tail is not None for parts in self._planes for _, k, _ in parts):
+        super().bind(store, quantizer, layers, reads, deterministic)
+        self._custom, self._processors = quantizer.encode_rule == "custom", tuning.processors(store.device)
+        if self._custom and any(p.k.tail is not None for ranges in self._planes for p in ranges):
             raise ConfigError(
                 f"quantizer {quantizer.name} encodes whole blocks in Python, which the triton backend runs for single tokens "
                 "only: use attention.backend=reference, or an encode_rule of minmax, absmax or static"
@@ -92,7 +81,7 @@ class TritonBackend(AttentionBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         meta: AttentionMetadata,
-        sinks: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from qkv_kernels.triton import blocks
         from qkv_kernels.triton.decode import decode, split_count
@@ -102,11 +91,12 @@ class TritonBackend(AttentionBackend):
         G, rows = shape.Hq // shape.H, meta.query_start_list[-1]
         out = q.new_empty(len(q), shape.Hq, shape.Dv)
         out[rows:].zero_()
-        for part, (heads, k_plane, v_plane) in enumerate(self._planes[layer]):
+        for range_index, planes in enumerate(self._planes[layer]):
+            heads, k_plane, v_plane = planes
             kv, qs = slice(heads.start, heads.stop), slice(heads.start * G, heads.stop * G)
             new = Rows(k[:, kv], v[:, kv], tail_slots=meta.tail_slots, sink_slots=meta.sink_slots)
-            self._store(layer, part, new, k_plane, v_plane, meta)
-            rule = Rule(shape.scaling, shape.window, shape.softcap, None if sinks is None else sinks[qs])
+            self._store(layer, range_index, new, planes, meta)
+            rule = Rule(shape.scaling, shape.window, shape.softcap, None if sink_logits is None else sink_logits[qs])
             if n:
                 splits = split_count(n, len(heads), max(meta.seq_lens_list[:n]), self._processors)
                 decode(q[:n, qs], k_plane, v_plane, meta.block_table[:n], meta.seq_lens[:n], rule, out[:n, qs], splits, new)
@@ -128,31 +118,28 @@ class TritonBackend(AttentionBackend):
                 blocks.keep_last(new, k_plane, v_plane, meta.query_start, meta.seq_lens, _longest(meta))
         return out
 
-    def _store(self, layer: int, part: int, new: Rows, k: Plane, v: Plane, meta: AttentionMetadata) -> None:
+    def _store(self, layer: int, range_index: int, new: Rows, planes: "HeadPlanes", meta: AttentionMetadata) -> None:
         """Encode and write what this call makes final: its rows, or for block-unit formats the blocks that it completes."""
         from qkv_kernels.triton import append, blocks
 
+        k, v = planes.k, planes.v
         if k.sink is not None:
             blocks.keep_first(new, k, v, meta.query_start, meta.seq_lens, _longest(meta))
         if k.tail is not None:
             blocks.seal(new, k, v, meta.block_table, meta.query_start, meta.seq_lens, _longest(meta))
         elif self._custom:
-            self._store_custom(layer, part, new.k, new.v, k, v, meta.slots)
+            self._store_custom(layer, range_index, new, planes, meta.slots)
         else:
             append.append(new.k, new.v, k, v, meta.slots)
 
-    def _store_custom(
-        self, layer: int, part: int, k: torch.Tensor, v: torch.Tensor, k_plane: Plane, v_plane: Plane, slots: torch.Tensor
-    ) -> None:
+    def _store_custom(self, layer: int, range_index: int, new: Rows, planes: "HeadPlanes", slots: torch.Tensor) -> None:
         from qkv_kernels.triton.append import scatter
 
-        for plane, codes in (
-            (k_plane, self._quantizer.encode_k(k, layer, part)),
-            (v_plane, self._quantizer.encode_v(v, layer, part)),
-        ):
-            for pool, rows in ((plane.codes, codes.data), (plane.scale, codes.scale), (plane.zero, codes.zero)):
-                if pool is not None and rows is not None:
-                    scatter(pool, rows, slots)
+        for side, rows in zip(SIDES, (new.k, new.v), strict=True):
+            plane, codes = planes.of(side), self._quantizer.encode(rows, side, layer, range_index)
+            for pool, part in ((plane.codes, codes.data), (plane.scale, codes.scale), (plane.zero, codes.zero)):
+                if pool is not None and part is not None:
+                    scatter(pool, part, slots)
 
 
 def _longest(meta: AttentionMetadata, first: int = 0) -> int:

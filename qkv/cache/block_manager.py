@@ -1,7 +1,7 @@
-"""Block tables of requests: prefix match, growth, sealing, release, swap.
+"""Keeps the block tables of requests: finds cached prefixes, grows tables, publishes full blocks, releases and swaps.
 
-Takes: requests. Gives: changed block tables, or False where the pool cannot serve. Talks to one BlockAllocator and one
-HostPool. Does not know about: tensors, queues, who is preempted.
+Takes: requests. Gives: changed block tables, or False where the pool has too few blocks. Talks to one BlockAllocator and one
+HostPool. Does not know about: tensors, queues, which request is preempted.
 """
 
 from bisect import bisect_left
@@ -16,9 +16,11 @@ from qkv.types import NULL_BLOCK, BlockId, Request, RequestView, SwapCopy
 
 
 class BlockManager:
-    """hasher None switches prefix caching off. host: the swap pool (0 blocks: no swap).
+    """The scheduler calls it; it changes the requests' block tables and slots, and counts in the recorder.
 
-    tails, sinks: slots of raw rows, where the formats keep any; raw_host_blocks: host blocks that one request's take.
+    hasher: None switches prefix caching off. host: the pool for swapped requests; with 0 blocks nothing is swapped.
+    watermark: share of the pool that an admission leaves free. tails, sinks: the slots of raw tails and of raw sink tokens,
+    where the formats keep such rows. raw_host_blocks: host blocks that the raw rows of one request take.
     """
 
     def __init__(
@@ -39,16 +41,16 @@ class BlockManager:
         self.reuse = True  # False: blocks are still published, but no request takes any
         self._block_bytes = block_bytes
         self._tails, self._sinks, self._raw_host_blocks = tails, sinks, raw_host_blocks
-        # What never grows needs nothing kept free for it.
+        # Requests that never grow need no blocks kept free for their growth.
         self._reserve = int(watermark * (allocator.num_blocks - allocator.num_reserved)) if allocator.grows else 0
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, alone: bool) -> bool:
-        """Give a waiting request blocks for all its tokens: the longest cached prefix, the rest allocated.
+        """Give a waiting request blocks for all its tokens: those of its longest cached prefix, and new ones for the rest.
 
-        Sets blocks and num_computed. False, with nothing changed, if that would leave fewer free blocks than the
-        watermark; `alone` (nothing else runs) waives the watermark.
+        Sets request.blocks and num_computed. Returns False, with nothing changed, if fewer blocks than the watermark would
+        remain available. alone: no other request runs, so the watermark does not apply.
         """
         cached = self._match(request)
         need = self.allocator.blocks_for(request.num_inputs) - len(cached)
@@ -71,8 +73,8 @@ class BlockManager:
         return True
 
     def _match(self, request: Request) -> list[BlockId]:
-        """Cached blocks of the request's prefix. At least one token is always left to compute, and for a scoring request
-        every position whose logits are wanted and not yet scored."""
+        """The cached blocks of the request's prefix. They never cover the last token, nor a scoring request's positions whose
+        logits are wanted and not yet scored: those must be computed."""
         if self._hasher is None or not self.reuse:
             return []
         last = request.num_inputs - 1
@@ -84,20 +86,22 @@ class BlockManager:
         return cached if not cached or self._sinks is None or self._sinks.holds(cached[0]) else []
 
     def _take_slots(self, request: Request, fresh: bool) -> None:
-        """Slots for raw rows. fresh: the request's first block is new."""
+        """Give the request its slots for raw rows. fresh: its first block is new, not from the prefix cache."""
         if self._tails is not None:
             request.tail_slot = self._tails.take()
         if self._sinks is not None:
             request.sink_slot = self._sinks.take(request.blocks[0], fresh)
 
     def _release_blocks(self, request: Request) -> None:
-        """The last of the table first, so that chain tails are evicted first; and the slots of raw rows."""
+        """Give back the slots of raw rows and the blocks, the table's last block first, so that the ends of chains are evicted
+        before their beginnings."""
         if self._tails is not None and request.tail_slot >= 0:
             self._tails.give_back(request.tail_slot)
         if self._sinks is not None and request.sink_slot >= 0:
             self._sinks.give_back(request.blocks[0])
         request.tail_slot = request.sink_slot = -1
-        self.allocator.release(request.blocks[::-1])
+        if request.blocks:
+            self.allocator.release(request.blocks[::-1])
         request.blocks = []
 
     def _count_lookup(self, request: Request) -> None:
@@ -114,11 +118,11 @@ class BlockManager:
     # -- growth ------------------------------------------------------------------------------------------------------
 
     def room(self, request: Request) -> int:
-        """Tokens that still fit the request's blocks."""
+        """How many more tokens fit the blocks that the request has."""
         return len(request.blocks) * self.block_size - request.num_computed
 
     def grow(self, request: Request) -> bool:
-        """Append what one more token needs. False, with nothing changed, if the pool is exhausted."""
+        """Append the block that one more token needs, if it needs one. False, with nothing changed, if the pool has none."""
         missing = self.allocator.blocks_for(request.num_computed + 1) - len(request.blocks)
         if missing > 0:
             try:
@@ -128,7 +132,8 @@ class BlockManager:
         return True
 
     def seal(self, request: Request) -> None:
-        """Publish the blocks that filled up since the last call. Only computed tokens count, so call it after the step."""
+        """Publish the blocks that filled up since the last call. A block is full when all its tokens are computed, so the
+        scheduler calls this after the step that stored them."""
         full = request.num_computed // self.block_size
         if full == request.num_sealed:
             return
@@ -144,28 +149,45 @@ class BlockManager:
     # -- giving up ---------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Return all device and host blocks."""
+        """Give all device and host blocks of the request back."""
         self._release_blocks(request)
         self.host.release(request.host_blocks)
         request.host_blocks = []
 
     def reset(self, request: Request) -> None:
-        """Return all blocks and forget what was computed; tokens stay."""
+        """Give all blocks back and forget what was computed. The tokens stay."""
         self.release(request)
         request.num_computed = request.num_sealed = 0
 
+    def start_over(self, requests: Iterable[Request]) -> None:
+        """A policy failed half-way, so no count can be trusted: all pools are new, and these requests, which must be all that
+        hold anything, hold nothing. Calls no policy but to make and bind new ones."""
+        self.allocator = self.allocator.renewed()
+        self.host = HostPool(self.host.num_blocks)
+        self._tails = self._tails and TailSlots(self._tails.n)
+        self._sinks = self._sinks and SinkSlots(self._sinks.n)
+        for request in requests:
+            request.blocks, request.host_blocks = [], []
+            request.tail_slot = request.sink_slot = -1
+            request.num_computed = request.num_sealed = 0
+
+    def stop_swapping(self) -> None:
+        """Host memory cannot be had or used: whoever is preempted from now on is recomputed. Nobody is swapped out."""
+        self.host = HostPool(0)
+
     def drop(self, request: Request) -> None:
-        """Recompute-preempt."""
+        """Preempt the request by recomputation: its blocks go back, and its tokens are prefilled again when it is admitted."""
         self.recorder.preemptions_recompute += 1
         request.num_dropped = request.num_computed
         self.reset(request)
 
     def host_blocks(self, request: Request) -> int:
-        """Host blocks that swapping the request out takes."""
+        """How many host blocks it takes to swap the request out."""
         return self._used_blocks(request) + self._raw_host_blocks
 
     def swap_out(self, request: Request) -> SwapCopy:
-        """Swap-preempt: the used blocks and raw rows go to the host pool. The caller has checked that they fit."""
+        """Preempt the request by swapping: its used blocks and raw rows get host blocks, and its device blocks go back.
+        Returns the copy to make. The caller has checked that the host pool has enough blocks."""
         used = request.blocks[: self._used_blocks(request)]
         request.host_blocks = host = self.host.allocate(len(used) + self._raw_host_blocks)
         self.recorder.preemptions_swap += 1
@@ -175,9 +197,10 @@ class BlockManager:
         return copy
 
     def swap_in(self, request: Request, alone: bool) -> SwapCopy | None:
-        """Blocks for a swapped request, to be filled from its host blocks, which are free once this step's copies ran.
+        """Give a swapped request device blocks and return the copy that fills them from its host blocks. Those count as free
+        from now on: no step swaps both in and out, so the copy is made before anything overwrites them.
 
-        None, with nothing changed, if the watermark would be crossed.
+        Returns None, with nothing changed, if fewer blocks than the watermark would remain available. alone: as for admit.
         """
         tokens = max(request.num_inputs, request.num_computed + 1)
         need = self.allocator.blocks_for(tokens)
@@ -193,7 +216,7 @@ class BlockManager:
         self.recorder.swap_in_bytes += len(host) * self._block_bytes
         self.host.release(host)
         request.host_blocks = []
-        request.num_sealed = 0  # its copies are new blocks: offer them for publication again
+        request.num_sealed = 0  # the copies are in new blocks, which seal() offers for publication again
         request.admissions += 1
         return copy
 
@@ -203,6 +226,7 @@ class BlockManager:
     # -- views -------------------------------------------------------------------------------------------------------
 
     def view(self, request: Request) -> RequestView:
+        """What a preemptor may know of the request."""
         refs = self.allocator.refs
         return RequestView(
             id=request.id,
@@ -211,7 +235,7 @@ class BlockManager:
             num_tokens=len(request.token_ids),
             num_computed=request.num_computed,
             num_blocks=self._used_blocks(request),
-            # whoever shares a block shares all before it: the first private one is found by bisection
+            # a request that shares a block shares all blocks before it, so bisection finds the first private one
             num_private_blocks=len(request.blocks) - bisect_left(request.blocks, True, key=lambda block: refs[block] == 1),
             preemptions=request.preemptions,
         )

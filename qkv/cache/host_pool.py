@@ -1,4 +1,7 @@
-"""Which host block is free. The bytes are in cache/store.py; a host block holds all planes of one device block."""
+"""Keeps track of which host blocks are free. A host block has room for all planes of one device block.
+
+Takes: how many blocks a swapped request needs. Gives: their ids. Does not know about: the bytes, which cache/store.py holds.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +9,7 @@ from qkv.types import BlockId
 
 
 class HostPool:
-    """Ids 0..num_blocks-1. Owned blocks belong to exactly one swapped request."""
+    """Host blocks have the ids 0..num_blocks-1. One that is not free belongs to exactly one swapped request."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -17,14 +20,14 @@ class HostPool:
         return len(self._free)
 
     def allocate(self, n: int) -> list[BlockId]:
-        """n blocks. The caller has checked num_free."""
-        assert n <= len(self._free), f"{n} host blocks asked for, {len(self._free)} free"
+        """Take n free blocks. The caller has checked that num_free is at least n."""
+        assert n <= len(self._free), f"{n} host blocks were asked for, and {len(self._free)} are free"
         return [self._free.pop() for _ in range(n)]
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         self._free.extend(blocks)
 
     def check(self, tables: Sequence[Sequence[BlockId]]) -> None:
-        """Raise AssertionError if free and owned host blocks do not add up."""
+        """Raise AssertionError unless every host block is free or in exactly one of `tables`, the swapped requests' blocks."""
         owned = [block for table in tables for block in table]
-        assert sorted(owned + self._free) == list(range(self.num_blocks)), "host blocks leaked or are owned twice"
+        assert sorted(owned + self._free) == list(range(self.num_blocks)), "a host block leaked or is owned twice"

@@ -1,7 +1,8 @@
-"""The identity of a full block: a hash chain over its tokens and everything before it.
+"""Names the content of a full block by a hash of its tokens and of the hash of the block before it.
 
-The chain's root holds all that decides what the stored bytes mean (model, quantizer, scales, block size, salt), so that
-two blocks with equal hashes hold interchangeable content. Does not know about: blocks, pools.
+Takes: token ids. Gives: one hash per full block. The root of the chain is a hash of all that decides what the stored bytes
+mean (model, quantizer, scales, block size, salt), so two blocks with equal hashes can stand for each other.
+Does not know about: block ids, pools.
 """
 
 import hashlib
@@ -19,10 +20,11 @@ _HASHES: dict[str, Callable[[bytes], bytes]] = {
 
 
 class PrefixHasher:
-    """hash(block) = H(hash(parent), tokens of the block); hash(parent of the first) = root of the salt.
+    """hash(block) = H(hash(parent), tokens of the block); in the place of the first block's parent stands the salt's root.
 
     identity: what the stored bytes depend on, e.g. model fingerprint, quantizer, scale fingerprint, formats.
-    algorithm: "xxh3_128" (fast, not cryptographic: the allocator compares tokens on a hit) or "sha256".
+    algorithm: "xxh3_128" (fast and not cryptographic, which is enough because the allocator compares the tokens of a hit) or
+    "sha256".
     """
 
     def __init__(self, algorithm: str, block_size: int, identity: Sequence[str]) -> None:
@@ -32,12 +34,13 @@ class PrefixHasher:
         self._roots: dict[str, BlockHash] = {}
 
     def root(self, salt: str = "") -> BlockHash:
+        """What the first block of a sequence has for its parent's hash. Requests with other salts never share blocks."""
         if salt not in self._roots:
             self._roots[salt] = self._hash(f"{self._identity}\x1f{salt}".encode())
         return self._roots[salt]
 
     def extend(self, chain: list[BlockHash], tokens: Sequence[int], num_blocks: int, salt: str = "") -> None:
-        """Append hashes until the chain covers the first num_blocks blocks of tokens. Only new blocks are hashed."""
+        """Append hashes to `chain` until it covers the first num_blocks blocks of `tokens`. Hashes already in it stay."""
         B = self.block_size
         for i in range(len(chain), num_blocks):
             parent = chain[-1] if chain else self.root(salt)

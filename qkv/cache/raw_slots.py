@@ -1,6 +1,7 @@
-"""Which slot holds the raw rows of whom: tails belong to running requests, sinks to the first block of a sequence.
+"""Keeps track of which slot holds which raw rows: those of a request's tail, or those of a sequence's sink tokens.
 
-The bytes are in cache/store.py. Does not know about: requests, tensors.
+Takes: requests that start and end, as calls of take and give_back. Gives: slot numbers. A tail slot belongs to one running
+request, a sink slot to the first block of a sequence. Does not know about: requests, the rows themselves (cache/store.py).
 """
 
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from qkv.types import BlockId
 
 
 class TailSlots:
-    """Slots 0..n-1. Every running request owns one, so n = max_num_seqs always suffices."""
+    """Slots 0..n-1 for raw tails. Every running request owns exactly one, so n = max_num_seqs always suffices."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -22,16 +23,17 @@ class TailSlots:
         self._free.append(slot)
 
     def check(self, owned: Iterable[int]) -> None:
-        """Raise AssertionError if free and owned slots do not add up."""
-        assert sorted([*owned, *self._free]) == list(range(self.n)), "tail slots leaked or are owned twice"
+        """Raise AssertionError unless every slot is free or is exactly once in `owned`, the running requests' slots."""
+        assert sorted([*owned, *self._free]) == list(range(self.n)), "a tail slot leaked or is owned twice"
 
 
 class SinkSlots:
-    """Slots 0..n-1, keyed by the first block of a sequence. Requests that share the block share the slot.
+    """Slots 0..n-1 for the raw rows of sink tokens, keyed by the first block of the sequence. Requests that share this block
+    share its slot.
 
-    A slot outlives its last user, so that a later prefix match finds the raw rows, until another sequence needs it: the one
-    unused for longest goes first. A cached first block without its slot is no match. n must be at least the number of
-    requests that run at once.
+    A slot keeps its rows when its last user ends, so that a later prefix match finds them. When another sequence needs a slot
+    and none is free, it takes the unused slot that was taken longest ago; the block that loses its slot can no longer be
+    matched. n must be at least the number of requests that run at once.
     """
 
     def __init__(self, n: int) -> None:
@@ -41,10 +43,12 @@ class SinkSlots:
         self._users: dict[BlockId, int] = {}
 
     def holds(self, block: BlockId) -> bool:
+        """Whether the raw rows of the sequence that starts with this block are still in a slot."""
         return block in self._slot
 
     def take(self, block: BlockId, fresh: bool) -> int:
-        """The slot of the sequence that starts with this block. fresh: the block is new, what its slot held is void."""
+        """The slot of the sequence that starts with this block, for one more user. fresh: the block is new, so what a slot holds
+        under its id is of another sequence and void."""
         slot = self._slot.pop(block, None)
         if fresh and slot is not None:
             self._free.append(slot)
@@ -63,9 +67,9 @@ class SinkSlots:
         self._users[block] -= 1
 
     def check(self, first_blocks: Iterable[BlockId]) -> None:
-        """Raise AssertionError if slots or their users do not add up. first_blocks: of all that run."""
+        """Raise AssertionError if a slot is lost or its users are miscounted. first_blocks: one for every running request."""
         users: dict[BlockId, int] = dict.fromkeys(self._slot, 0)
         for block in first_blocks:
             users[block] += 1
-        assert users == self._users, f"sink slots are used by {users}, counted {self._users}"
-        assert sorted([*self._slot.values(), *self._free]) == list(range(self.n)), "sink slots leaked"
+        assert users == self._users, f"users of sink slots by first block: counted {self._users}, but there are {users}"
+        assert sorted([*self._slot.values(), *self._free]) == list(range(self.n)), "a sink slot leaked or is owned twice"

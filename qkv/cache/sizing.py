@@ -1,10 +1,9 @@
-"""How many blocks the pool gets, with the arithmetic spelled out.
+"""Decides how many blocks the pool gets, and spells the arithmetic out.
 
-Does not know about: tensors' contents, requests.
+Takes: the cache's settings and the bytes of a block. Gives: a PoolSize. Does not know about: tensors' contents, requests.
 """
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,7 @@ DEFAULT_UTILIZATION = {"cpu": 0.1, "cuda": 0.9}
 
 @dataclass(frozen=True)
 class PoolSize:
-    """num_blocks includes the null block."""
+    """What the pool and the host pool hold. num_blocks includes the null block; arithmetic says in words how it was found."""
 
     num_blocks: int
     block_bytes: int
@@ -33,25 +32,27 @@ class PoolSize:
 
 @dataclass(frozen=True)
 class RawRows:
-    """What the formats keep raw besides the pool: whether there are tails, and the most tail blocks and sink tokens of any."""
+    """What the formats keep raw beside the pool. tails: whether any format keeps raw tails; tail_blocks, sink_tokens: the most
+    that any of them keeps."""
 
     tails: bool
     tail_blocks: int
     sink_tokens: int
-    slot_bytes: int  # of one tail and one sink slot, over all layers
+    slot_bytes: int  # of one tail slot and one sink slot together, over all layers
 
     @classmethod
     def of(cls, layers: list[LayerShape], formats: list[list[HeadFormat]], block_size: int, dtype: torch.dtype) -> "RawRows":
-        """Raises ConfigError for sinks that do not fit the first block, with which sequences share them."""
+        """formats: per layer. Raises ConfigError where the sink tokens are more than a block: sequences share them together
+        with their first block."""
         kinds = [fmt for ranges in formats for r in ranges for fmt in (r.k, r.v)]
-        sinks = max(fmt.sink_tokens for fmt in kinds)
-        if sinks > block_size:
+        sink_tokens = max(fmt.sink_tokens for fmt in kinds)
+        if sink_tokens > block_size:
             raise ConfigError(
-                f"quantizer: {sinks} sink tokens do not fit the first block of {block_size} tokens; use at most {block_size}, or "
-                "a larger allocator.block_size"
+                f"quantizer: {sink_tokens} sink tokens do not fit the first block of {block_size} tokens; use at most "
+                f"{block_size}, or a larger allocator.block_size"
             )
         tails, most = any(fmt.unit == "block" for fmt in kinds), max(fmt.tail_blocks for fmt in kinds)
-        return cls(tails, most, sinks, raw_slot_bytes(layers, formats, block_size, dtype))
+        return cls(tails, most, sink_tokens, raw_slot_bytes(layers, formats, block_size, dtype))
 
 
 def size_pool(
@@ -63,14 +64,16 @@ def size_pool(
     free_bytes: int | None = None,
     raw_bytes: int = 0,
 ) -> PoolSize:
-    """Blocks from cache.num_blocks, memory_bytes or memory_utilization; by default `wanted_blocks` (what max_num_seqs
-    requests of max_model_len would fill), within the default share of the device's memory. free_bytes: what is free there,
-    where the device is not this machine's (a simulation). A budget in bytes also pays for raw_bytes of tails and sinks.
+    """The pool that cache.num_blocks, memory_bytes or memory_utilization asks for. Without these: `wanted_blocks`, the blocks
+    that max_num_seqs requests of max_model_len fill, or fewer where the default share of the device's free memory holds fewer.
 
-    Raises ConfigError when the budget does not hold two blocks (one is the null block).
+    free_bytes: free memory of the device in a simulation, where it is not this machine's; otherwise it is measured.
+    raw_bytes: bytes of raw tails and sink tokens, which a budget in bytes pays for too.
+
+    Raises ConfigError when the budget does not hold two blocks (one is the null block) or is larger than the free memory.
     """
     budget = parse_bytes(cache.memory_bytes, "cache.memory_bytes")
-    less = f" - {raw_bytes:,} of raw tails and sinks" if raw_bytes else ""
+    less = f" - {raw_bytes:,} for raw tails and sink tokens" if raw_bytes else ""
     if cache.num_blocks is not None:
         blocks, how = cache.num_blocks, f"num_blocks={cache.num_blocks}"
     elif budget is not None:
@@ -105,14 +108,13 @@ def size_pool(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on `device` now: of the GPU, or of main memory within the container's limit."""
+    """Bytes that can be allocated on `device` now: memory of the GPU, or main memory within the container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # counts reclaimable page cache as free, which sysconf does not
-        free = next(int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-    try:  # cgroup v2: a container may have less than the machine
+    import psutil  # here: the check of a GPU (experiments.gpu_check) runs on machines without it
+
+    free = int(psutil.virtual_memory().available)
+    try:  # by hand, for psutil knows no cgroups (v2): a container may have less than the machine
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         return free if limit == "max" else min(free, int(limit) - used)

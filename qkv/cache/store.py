@@ -5,44 +5,45 @@ Does not know about: requests, which block belongs to whom, how codes are made.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from qkv.layout import HeadFormat, KVFormat, LayerShape
+from qkv.layout import SIDES, HeadFormat, HeadStatics, KVFormat, LayerShape, Side
 from qkv.types import NULL_BLOCK, BlockId
+from qkv_kernels.reference.planes import Plane
 
 
-@dataclass(frozen=True)
-class HeadPlanes:
-    """Pool tensors of one head range of one layer; shapes as in layout.py, None where scales are static or absent."""
+class HeadPlanes(NamedTuple):
+    """The planes of one head range of one layer; shapes as in layout.py, None where scales are static or absent."""
 
     heads: range
-    k_format: KVFormat
-    v_format: KVFormat
-    k_codes: torch.Tensor
-    v_codes: torch.Tensor
-    k_scale: torch.Tensor | None
-    k_zero: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    v_zero: torch.Tensor | None
-    k_tail: torch.Tensor | None = None
-    v_tail: torch.Tensor | None = None
-    k_sink: torch.Tensor | None = None
-    v_sink: torch.Tensor | None = None
+    k: Plane
+    v: Plane
+
+    def of(self, side: Side) -> Plane:
+        return self.k if side == "k" else self.v
+
+    def with_statics(self, statics: HeadStatics) -> "HeadPlanes":
+        """The same planes, joined by the quantizer's static parameters: what a kernel reads."""
+        k, v = (self.of(s)._replace(static_scale=statics.of(s).scale, static_zero=statics.of(s).zero) for s in SIDES)
+        return HeadPlanes(self.heads, k, v)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Every plane of blocks that exists, in the order a host block concatenates them."""
-        planes = (self.k_codes, self.k_scale, self.k_zero, self.v_codes, self.v_scale, self.v_zero)
-        return [p for p in planes if p is not None]
+        return self.k.pool + self.v.pool
 
 
 class KVStore:
     """num_blocks blocks of block_size tokens (block 0 is the null block, always zero) and host_blocks blocks to swap to.
 
+    The engine makes one when it starts; the backend writes and reads its planes in every layer of every step; the engine's loop
+    calls the copies between steps, when the scheduler's plan swaps a request out or in.
+
     formats: one list per layer, as Quantizer.formats() gives them. fingerprint: identity of what the bytes mean, beyond
     the layout. slots: raw tails (one per running request) and raw sinks, of raw_dtype, where formats have them.
+    static_bytes: what the quantizer's static tensors take; they are not here, but in the memory report.
     poison: fill all pages but the null block, and all slots, with NaN, to show that nothing reads what was not written.
     """
 
@@ -58,14 +59,16 @@ class KVStore:
         poison: bool = False,
         slots: int = 1,
         raw_dtype: torch.dtype = torch.float32,
+        static_bytes: int = 0,
     ) -> None:
         self.layers, self.formats = layers, formats
-        self.slots, self._raw_dtype = slots, raw_dtype
+        self.slots, self._raw_dtype, self.static_bytes = slots, raw_dtype, static_bytes
         self.num_blocks, self.block_size, self.device, self.host_blocks = num_blocks, block_size, device, host_blocks
         self._planes = [[self._allocate(layer, r) for r in ranges] for layer, ranges in zip(layers, formats, strict=True)]
         self._tensors = [t for ranges in self._planes for p in ranges for t in p.tensors]
-        self._tails = [t for ranges in self._planes for p in ranges for t in (p.k_tail, p.v_tail) if t is not None]
-        self._sinks = [t for ranges in self._planes for p in ranges for t in (p.k_sink, p.v_sink) if t is not None]
+        planes = [p.of(side) for ranges in self._planes for p in ranges for side in SIDES]
+        self._tails = [p.tail for p in planes if p.tail is not None]
+        self._sinks = [p.sink for p in planes if p.sink is not None]
         self.raw_bytes = sum(t.nbytes for t in (*self._tails, *self._sinks))
         self._host: torch.Tensor | None = None
         sizes = [f"{la.index}:{r.heads}:{la.Dk}:{la.Dv}:{r.k.fingerprint()}/{r.v.fingerprint()}" for la, r in self._ranges()]
@@ -78,7 +81,7 @@ class KVStore:
                 plane.fill_(torch.nan)
 
     def planes(self, layer: int) -> list[HeadPlanes]:
-        """Planes of a layer (position in `layers`), one entry per head range."""
+        """Planes of a layer (position in `layers`), one entry per head range. Backends take them once, when they are bound."""
         return self._planes[layer]
 
     def copy_out(self, device_ids: list[BlockId], host_ids: list[BlockId]) -> None:
@@ -100,7 +103,10 @@ class KVStore:
             offset += plane.shape[1]
 
     def copy_raw_out(self, tail_slot: int, sink_slot: int, host_ids: Sequence[BlockId]) -> None:
-        """The raw rows of one request to host blocks, byte for byte. Slots are ignored where formats have none."""
+        """The raw rows of one request to host blocks, byte for byte: called when the request is swapped out, next to copy_out.
+
+        A slot is ignored where no format keeps such rows.
+        """
         rows = [t[slot].flatten().view(torch.uint8) for t, slot in self._raw(tail_slot, sink_slot)]
         data = torch.cat(rows).cpu()
         self._host_pool()[torch.tensor(host_ids)] = torch.nn.functional.pad(
@@ -108,7 +114,7 @@ class KVStore:
         ).view(len(host_ids), -1)
 
     def copy_raw_in(self, tail_slot: int, sink_slot: int, host_ids: Sequence[BlockId]) -> None:
-        """Back from host blocks, byte for byte."""
+        """What copy_raw_out wrote, back from host blocks into the request's new slots: called when the request is swapped in."""
         data, offset = self._host_pool()[torch.tensor(host_ids)].flatten().to(self.device), 0
         for plane, slot in self._raw(tail_slot, sink_slot):
             row = plane[slot].flatten().view(torch.uint8)
@@ -119,7 +125,10 @@ class KVStore:
         return [(t, tail_slot) for t in self._tails] + [(t, sink_slot) for t in self._sinks]
 
     def poison_blocks(self, ids: list[BlockId]) -> None:
-        """Fill blocks with garbage that shows: NaN for floats and fp8, 127 for integer codes. Never the null block."""
+        """Fill blocks with garbage that shows: NaN for floats and fp8, 127 for integer codes. Never the null block.
+
+        Tests and engines in poison mode call it on blocks that nobody owns.
+        """
         where = self._checked(ids)
         for plane in self._tensors:
             if plane.dtype.itemsize == 1:  # 0x7F is NaN in both fp8 formats, 127 in int8
@@ -128,7 +137,7 @@ class KVStore:
                 plane.index_fill_(0, where, torch.nan)
 
     def check_null(self) -> None:
-        """Raises AssertionError if anything was ever written to the null block."""
+        """Raises AssertionError if anything was ever written to the null block. Called by Engine.check and by tests."""
         for i, ranges in enumerate(self._planes):
             if any(bool(t[NULL_BLOCK].flatten().view(torch.uint8).any()) for p in ranges for t in p.tensors):
                 raise AssertionError(f"the null block was written: layer {self.layers[i].index}")
@@ -139,28 +148,30 @@ class KVStore:
         return 0 if self._host is None else self._host.numel()
 
     def memory_report(self) -> dict[str, float]:
-        """What the cache takes, by DESIGN's formula. Bytes, except effective_bits_* (marginal bits per element of a full block).
+        """What the cache takes; Engine.metrics() puts it into every record.
 
+        Bytes, except effective_bits_*, which are the marginal bits per element of a full block.
         pool_bytes includes the null block; scale_bytes are scales and zeros, pool and static; tail_bytes are the raw rows of
         tails and sinks; allocated_bytes is pool + static + tail.
         """
         B, N = self.block_size, self.num_blocks
-        codes = elements_k = elements_v = bytes_k = bytes_v = static = 0
+        codes = 0
+        stored, elements = dict.fromkeys(SIDES, 0), dict.fromkeys(SIDES, 0)
         for layer, r in self._ranges():
-            H = len(r.heads)
-            static += r.k.static_bytes(H, layer.Dk) + r.v.static_bytes(H, layer.Dv)
-            codes += B * H * sum(f.packed_dim(D) * f.storage.itemsize for f, D in ((r.k, layer.Dk), (r.v, layer.Dv)))
-            bytes_k, elements_k = bytes_k + r.k.bytes_per_block(B, H, layer.Dk), elements_k + B * H * layer.Dk
-            bytes_v, elements_v = bytes_v + r.v.bytes_per_block(B, H, layer.Dv), elements_v + B * H * layer.Dv
+            for side in SIDES:
+                fmt, H, D = r.of(side), len(r.heads), layer.dim(side)
+                codes += B * H * fmt.packed_dim(D) * fmt.storage.itemsize
+                stored[side] += fmt.bytes_per_block(B, H, D)
+                elements[side] += B * H * D
         return {
             "pool_bytes": self.pool_bytes,
-            "static_bytes": static,
-            "scale_bytes": N * (self.block_bytes - codes) + static,
+            "static_bytes": self.static_bytes,
+            "scale_bytes": N * (self.block_bytes - codes) + self.static_bytes,
             "tail_bytes": self.raw_bytes,
-            "allocated_bytes": self.pool_bytes + static + self.raw_bytes,
+            "allocated_bytes": self.pool_bytes + self.static_bytes + self.raw_bytes,
             "kv_bytes_per_token": self.block_bytes / B,
-            "effective_bits_k": 8 * bytes_k / elements_k,
-            "effective_bits_v": 8 * bytes_v / elements_v,
+            "effective_bits_k": 8 * stored["k"] / elements["k"],
+            "effective_bits_v": 8 * stored["v"] / elements["v"],
             "null_block_bytes": self.block_bytes,
             "host_bytes": self.host_bytes,
         }
@@ -169,33 +180,22 @@ class KVStore:
         return [(layer, r) for layer, ranges in zip(self.layers, self.formats, strict=True) for r in ranges]
 
     def _allocate(self, layer: LayerShape, r: HeadFormat) -> HeadPlanes:
-        def planes(fmt: KVFormat, D: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-            N, H, B = self.num_blocks, len(r.heads), self.block_size
+        def plane(side: Side) -> Plane:
+            fmt, N, H, B, D = r.of(side), self.num_blocks, len(r.heads), self.block_size, layer.dim(side)
             shape = fmt.scale_shape(N, H, B, D)
-            codes = self._zeros((N, H, B, fmt.packed_dim(D)), fmt.storage)
-            scale = self._zeros(shape, fmt.scale_dtype) if shape else None
-            return codes, scale, self._zeros(shape, fmt.scale_dtype) if shape and fmt.zero != "none" else None
+            return Plane(
+                fmt,
+                codes=self._zeros((N, H, B, fmt.packed_dim(D)), fmt.storage),
+                scale=self._zeros(shape, fmt.scale_dtype) if shape else None,
+                zero=self._zeros(shape, fmt.scale_dtype) if shape and fmt.zero != "none" else None,
+                tail=raw(fmt.tail_rows(B), H, D),
+                sink=raw(fmt.sink_tokens, H, D),
+            )
 
-        def raw(rows: int, D: int) -> torch.Tensor | None:
-            return self._zeros((self.slots, len(r.heads), rows, D), self._raw_dtype) if rows else None
+        def raw(rows: int, H: int, D: int) -> torch.Tensor | None:
+            return self._zeros((self.slots, H, rows, D), self._raw_dtype) if rows else None
 
-        k_codes, k_scale, k_zero = planes(r.k, layer.Dk)
-        v_codes, v_scale, v_zero = planes(r.v, layer.Dv)
-        return HeadPlanes(
-            r.heads,
-            r.k,
-            r.v,
-            k_codes,
-            v_codes,
-            k_scale,
-            k_zero,
-            v_scale,
-            v_zero,
-            k_tail=raw(r.k.tail_rows(self.block_size), layer.Dk),
-            v_tail=raw(r.v.tail_rows(self.block_size), layer.Dv),
-            k_sink=raw(r.k.sink_tokens, layer.Dk),
-            v_sink=raw(r.v.sink_tokens, layer.Dv),
-        )
+        return HeadPlanes(r.heads, plane("k"), plane("v"))
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # empty + zero_ touches every page now; zeros would leave the faults to the first requests
@@ -234,18 +234,19 @@ class KVStore:
 
 def block_bytes(layers: list[LayerShape], formats: list[list[HeadFormat]], block_size: int) -> int:
     """Bytes of one block over all layers: what sizing a pool divides by."""
-    return sum(
-        r.k.bytes_per_block(block_size, len(r.heads), layer.Dk) + r.v.bytes_per_block(block_size, len(r.heads), layer.Dv)
-        for layer, ranges in zip(layers, formats, strict=True)
-        for r in ranges
-    )
+    return sum(fmt.bytes_per_block(block_size, H, D) for fmt, H, D in _sides(layers, formats))
 
 
 def raw_slot_bytes(layers: list[LayerShape], formats: list[list[HeadFormat]], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of raw tail and sink rows per slot, over all layers."""
-    return dtype.itemsize * sum(
-        len(r.heads) * (fmt.tail_rows(block_size) + fmt.sink_tokens) * D
+    return dtype.itemsize * sum(H * (fmt.tail_rows(block_size) + fmt.sink_tokens) * D for fmt, H, D in _sides(layers, formats))
+
+
+def _sides(layers: list[LayerShape], formats: list[list[HeadFormat]]) -> list[tuple[KVFormat, int, int]]:
+    """Format, kv heads and head dim of K and of V of every head range of every layer."""
+    return [
+        (r.of(side), len(r.heads), layer.dim(side))
         for layer, ranges in zip(layers, formats, strict=True)
         for r in ranges
-        for fmt, D in ((r.k, layer.Dk), (r.v, layer.Dv))
-    )
+        for side in SIDES
+    ]

@@ -1,7 +1,7 @@
-"""A Prometheus endpoint for a running engine: the names that operators already graph, and what nobody else exports.
+"""A Prometheus endpoint for a running engine: metrics under the names that vLLM uses, and some that only this engine has.
 
-Takes: an engine's counters, read when scraped. Gives: an HTTP endpoint. prometheus-client is optional and imported here only.
-Does not know about: experiments.
+Takes: a function that returns the engine's metrics, called at every scrape. Gives: an HTTP endpoint. prometheus-client is
+optional and imported only here. Does not know about: experiments.
 """
 
 import logging
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 Source = Callable[[], dict[str, Any]]  # Engine.metrics(), or {} while none runs
 _PREFIX = "qkv:"
 
-# name -> (what it is, part and key of Engine.metrics()); counters are marked by their suffix, as is usual
+# name -> (what it is, section and key of Engine.metrics()); the suffix _total marks counters, as is usual
 _NAMES: dict[str, tuple[str, str, str]] = {
     "kv_cache_usage_perc": ("Share of the pool in use now; 1 is full", "memory", "utilization_now"),
     "num_requests_running": ("Requests that hold blocks", "requests", "running"),
@@ -53,8 +53,8 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
         metrics = self._source()
-        for name, (text, part, key) in _NAMES.items():
-            value = metrics.get(part, {}).get(key)
+        for name, (text, section, key) in _NAMES.items():
+            value = metrics.get(section, {}).get(key)
             if value is not None:
                 family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
                 yield family(_PREFIX + name, text, value=float(value))
@@ -70,8 +70,8 @@ class _Collector:
 
 
 def start(port: int, source: Source, address: str = "127.0.0.1") -> Callable[[], None] | None:
-    """Serve http://address:port/metrics until the returned function is called. None, with one line in the log, when
-    prometheus-client is missing or the port is taken: metrics must not stop a run."""
+    """Serve http://address:port/metrics until the returned function is called. Returns None, with one line in the log, where
+    prometheus-client is missing or the port cannot be had: metrics must not stop a run."""
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError:

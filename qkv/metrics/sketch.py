@@ -1,6 +1,6 @@
 """Percentiles of many values in bounded memory.
 
-Takes: values of at least 0. Gives: mean, p50, p95, p99, count. Does not know about: what they measure.
+Takes: values of at least 0. Gives: mean, p50, p95, p99, count. Does not know about: what the values measure.
 """
 
 import math
@@ -9,15 +9,16 @@ from collections.abc import Iterable
 
 import numpy as np
 
-EXACT = 20_000  # values kept as they are; beyond, only their bucket is
-GAMMA = 1.01  # ratio of neighbouring buckets: percentiles are within 0.5 %
+EXACT = 20_000  # so many values are kept as they are; when there are more, only the buckets they fall into are counted
+GAMMA = 1.01  # ratio of the bounds of neighbouring buckets, which keeps percentiles within 0.5 %
 _SMALLEST = 1e-9
 
 
 class Sketch:
-    """Exact up to 20,000 values, then logarithmic buckets. The mean stays exact. Order does not matter.
+    """Exact up to 20,000 values; beyond, values are counted in logarithmic buckets. The mean stays exact, and the order of the
+    values does not matter.
 
-    Source: DDSketch (Masson et al., 2019), without its collapsing: a few thousand buckets cover 1e-9 to 1e9.
+    Source: DDSketch (Masson et al., 2019). Differs: buckets are never merged, since a few thousand cover 1e-9 to 1e9.
     """
 
     def __init__(self) -> None:
@@ -36,8 +37,8 @@ class Sketch:
             self.count, self.total = self.count + len(full), self.total + math.fsum(full)
 
     def distribution(self) -> dict[str, float] | None:
-        """mean, p50, p95, p99 (linear interpolation while exact), or None without values. Changes nothing, so that another
-        thread may look while values come in."""
+        """mean, p50, p95, p99 (interpolated linearly while values are exact), or None without values. Changes nothing, so that
+        another thread may call it while values come in."""
         values = list(self._values)
         if not self._buckets:
             if not values:
@@ -53,7 +54,7 @@ class Sketch:
 
 
 def _bucketed(values: list[float]) -> Counter[int]:
-    """Bucket k holds values up to GAMMA**k."""
+    """How many of the values fall into each bucket; bucket k holds those above GAMMA**(k - 1) and up to GAMMA**k."""
     if not values:
         return Counter()
     powers = np.ceil(np.log(np.maximum(np.asarray(values), _SMALLEST)) / math.log(GAMMA)).astype(int)

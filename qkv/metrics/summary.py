@@ -1,6 +1,6 @@
-"""Numbers for records: percentiles of request latencies, and rates from counters.
+"""Makes numbers for records: percentiles of request latencies, and rates and shares from counters.
 
-Does not know about: the engine, sinks.
+Takes: a Recorder, request metrics. Gives: dictionaries of plain numbers. Does not know about: the engine, who exports them.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
 
 
 class Latencies:
-    """ttft_s, tpot_s, e2e_s, queue_s: one value per request; itl_s: one per token after the first."""
+    """Collects latencies by name. ttft_s, tpot_s, e2e_s, queue_s: one value per request; itl_s: one per token after the first."""
 
     def __init__(self) -> None:
         self._sketches = {name: Sketch() for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")}
@@ -32,17 +32,17 @@ class Latencies:
         self._sketches["itl_s"].add(metrics.itl)
 
     def counts(self) -> dict[str, int]:
-        """Values so far, by name."""
+        """How many values there are so far, by name."""
         return {name: len(sketch) for name, sketch in self._sketches.items()}
 
     def distributions(self) -> dict[str, dict[str, float]]:
-        """{name: {mean, p50, p95, p99}}; those without values are absent."""
+        """{name: {mean, p50, p95, p99}}; names without values are absent."""
         found = {name: sketch.distribution() for name, sketch in self._sketches.items()}
         return {name: d for name, d in found.items() if d is not None}
 
 
 def rates(recorder: Recorder) -> dict[str, float]:
-    """prefill and decode tokens/s, each over the steps that did only that; absent when there were none."""
+    """Tokens/s of prefill and of decode, each over the steps that did nothing else; absent where there was no such step."""
     out = {}
     if recorder.prefill_seconds and (tokens := recorder.prefill_tokens - recorder.mixed_prefill_tokens):
         out["prefill_tokens_per_s"] = tokens / recorder.prefill_seconds
@@ -51,8 +51,26 @@ def rates(recorder: Recorder) -> dict[str, float]:
     return out
 
 
+def pool_use(recorder: Recorder, usable: int, referenced: int, block_size: int) -> dict[str, float]:
+    """How full the pool is now, was at its fullest and was in the mean over time, and which share of the held room was empty.
+
+    usable: blocks that can be handed out; referenced: how many of them are referenced now."""
+    out = {
+        "capacity_tokens": usable * block_size,
+        "utilization_now": referenced / usable,
+        "utilization_peak": recorder.used_blocks_peak / usable,
+    }
+    if recorder.held_token_seconds:  # means over time
+        fill = recorder.written_token_seconds / recorder.held_token_seconds
+        out["utilization_mean"] = recorder.used_block_seconds / recorder.busy_seconds / usable * fill
+        out["internal_fragmentation"] = 1 - fill
+    if recorder.finished_held_tokens:
+        out["fragmentation_at_end"] = 1 - recorder.finished_tokens / recorder.finished_held_tokens
+    return out
+
+
 def cache_counters(recorder: Recorder, evictions: int) -> dict[str, Any]:
-    """The record's `cache` part; hit_rate is absent before the first lookup."""
+    """The `cache` part of a row; hit_rate is absent before the first lookup."""
     out: dict[str, Any] = {
         "prefix_queries_tokens": recorder.prefix_queries_tokens,
         "prefix_hits_tokens": recorder.prefix_hits_tokens,

@@ -1,6 +1,6 @@
-"""The same engine without the model: scheduler, block manager, policies and stop conditions run for real, on a simulated
-clock; a step costs what a roofline model says, and tokens are made up. `Engine.from_config` builds one for
-runner.name=simulated."""
+"""The same engine without the model: the scheduler, the block manager, the policies and the stop conditions are the real ones.
+The clock is simulated, a step takes as long as a roofline model says, and tokens are made up. `Engine.from_config` builds such
+an engine for runner.name=simulated."""
 
 from qkv.simulation.build import SimulatedModel, assemble_simulated
 from qkv.simulation.clock import SimulatedClock

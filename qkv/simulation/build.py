@@ -1,6 +1,6 @@
-"""Builds a simulated engine's parts: the real ones, around a runner that costs steps instead of running them.
+"""Builds the parts of a simulated engine: the real ones, and a runner that says how long a step takes instead of running it.
 
-Takes: a model's dimensions and an EngineConfig. Gives: connected parts.
+Takes: a model's dimensions, an EngineConfig, policies and a clock. Gives: connected parts. Does not know about: weights.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from qkv.assemble import Parts, bind_quantizer, build_frame, build_policies
+from qkv.assemble import Parts, Policies, bind_quantizer, build_core
 from qkv.cache.store import block_bytes
 from qkv.config import EngineConfig, ModelConfig
 from qkv.layout import LayerShape
@@ -19,12 +19,12 @@ from qkv.simulation.cost import StepCost
 from qkv.simulation.runner import META, SimulatedRunner, SimulatedStore
 from qkv.simulation.tokens import SimulatedTokens
 
-VOCAB = 32_000  # where the dimensions do not say
+VOCAB = 32_000  # used where the dimensions give no vocabulary size
 
 
 @dataclass(frozen=True)
 class SimulatedModel:
-    """A model that is only dimensions. Stands where an engine otherwise takes a LoadedModel."""
+    """A model of which only the dimensions are known. A simulated engine takes it in place of a LoadedModel."""
 
     dims: Dimensions
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class SimulatedModel:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "SimulatedModel":
-        """Raises ModelError."""
+        """The model that the settings name. Raises ModelError where its dimensions cannot be found."""
         dims = dimensions(config)
         return cls(dims, getattr(torch, config.dtype), f"simulated {dims.name}")
 
@@ -51,7 +51,7 @@ class SimulatedModel:
 
 
 class SimulatedAdapter:
-    """What an engine must know of its model, from the dimensions. Requests end by length: eos_token_ids is empty."""
+    """Tells the engine from the dimensions what it must know of its model. eos_token_ids is empty, so requests end by length."""
 
     eos_token_ids: frozenset[int] = frozenset()
     device = META
@@ -67,14 +67,16 @@ class SimulatedAdapter:
         pass
 
 
-def assemble_simulated(model: SimulatedModel, config: EngineConfig, scales: ScaleFile | None, clock: SimulatedClock) -> Parts:
-    """Raises ConfigError, ScaleError."""
-    policies, adapter = build_policies(config), SimulatedAdapter(model)
-    scales, formats = bind_quantizer(adapter, "", config, scales, policies.quantizer)
+def assemble_simulated(
+    model: SimulatedModel, config: EngineConfig, policies: Policies, scales: ScaleFile | None, clock: SimulatedClock
+) -> Parts:
+    """Connect the parts of a simulated engine. scales: of quantizers that need them. Raises ConfigError, ScaleError."""
+    adapter = SimulatedAdapter(model)
+    formats = bind_quantizer(adapter, "", scales, policies.quantizer)
     B = policies.allocator.block_size
     per_token = block_bytes(adapter.layers, formats, B) / B
     cost = StepCost.of(config.device, model.dims, model.dtype.itemsize, per_token)
-    frame = build_frame(
+    core = build_core(
         adapter,
         model.fingerprint,
         None,
@@ -86,5 +88,5 @@ def assemble_simulated(model: SimulatedModel, config: EngineConfig, scales: Scal
         free_bytes=max(0, config.device.memory_bytes - model.weight_bytes),
     )
     tokens = SimulatedTokens(config.seed, adapter.vocab_size)
-    runner = SimulatedRunner(cost, clock, tokens, frame.scheduler.recorder)
-    return frame.parts(adapter, runner, runner, f"steps cost what device {config.device.name} says")
+    runner = SimulatedRunner(cost, clock, tokens, core.scheduler.recorder)
+    return core.parts(adapter, runner, runner, f"steps cost what device {config.device.name} says")

@@ -1,15 +1,15 @@
-"""What a step costs: a roofline model of one forward pass.
+"""How long a step takes, by a roofline model of one forward.
 
 Takes: a DeviceConfig, a model's dimensions, bytes per cached token, what the step does. Gives: seconds.
 Does not know about: requests, blocks, clocks.
 
     seconds = overhead + longer(weight bytes / bandwidth, operations / flops)
-                       + longer(key bytes / kv_bandwidth, operations / attention_flops), for decodes and for prefills
+                       + longer(key bytes / kv_bandwidth, operations / attention_flops), once for decodes, once for prefills
     longer(a, b) = max(a, b) + (1 - overlap) min(a, b)
 
-Weights are read once a step, whatever the batch. Each decoding sequence reads its own keys and values, shared blocks
-included: no cascade attention. Dequantizing is free: it hides behind the bytes it saves. Sliding windows are not modelled.
-Source: the roofline model (Williams et al., 2009).
+A step reads the weights once, whatever the batch. Each decoding sequence reads its own keys and values, and blocks that several
+share are read by each of them (no cascade attention). Dequantizing takes no time of its own: it is assumed to hide behind the
+reading. Sliding windows are not modelled. Source: the roofline model (Williams et al., 2009).
 """
 
 from collections.abc import Iterable
@@ -22,8 +22,9 @@ from qkv.models import Dimensions
 
 @dataclass(frozen=True)
 class StepCost:
-    """weight_bytes: read in every forward. body, head: parameters that every token, and every row of logits, is multiplied
-    with. pair_operations: per (query, key) pair over all heads and layers."""
+    """Gives the seconds of a step on one device with one model. weight_bytes: read in every forward. body: parameters that every
+    token is multiplied with. head: those that every row of logits is multiplied with. pair_operations: for one (query, key)
+    pair, over all heads and layers."""
 
     device: DeviceConfig
     weight_bytes: int
@@ -34,7 +35,7 @@ class StepCost:
 
     @classmethod
     def of(cls, device: DeviceConfig, dims: Dimensions, itemsize: int, kv_bytes_per_token: float) -> "StepCost":
-        """itemsize: bytes of a weight. Raises ConfigError where the number of parameters is not known."""
+        """itemsize: bytes of one weight. Raises ConfigError where the model's number of parameters is not known."""
         if dims.parameters is None:
             raise ConfigError("a simulation needs the model's size: add model.parameters=..., e.g. 7e9 as 7000000000")
         body = dims.parameters - dims.head_parameters - dims.embedding_parameters
@@ -43,8 +44,8 @@ class StepCost:
         return cls(device, read, body, dims.head_parameters, pairs, kv_bytes_per_token)
 
     def seconds(self, decodes: int, decode_keys: int, chunks: Iterable[tuple[int, int]], rows: int) -> float:
-        """decodes: sequences that get one token, reading decode_keys keys together. chunks: (start, end) of prefilled token
-        ranges. rows: of logits."""
+        """Seconds of one step. decodes: sequences that get one token; decode_keys: keys that they read together. chunks: (start,
+        end) of each range of prefilled tokens. rows: how many rows of logits are computed."""
         device, tokens, pairs, chunk_keys = self.device, decodes, 0, 0
         for start, end in chunks:
             n = end - start
@@ -62,5 +63,5 @@ class StepCost:
         return max(read, compute) + (1 - self.device.overlap) * min(read, compute)
 
     def copy_seconds(self, num_bytes: int) -> float:
-        """Between the pool and host memory."""
+        """Seconds to copy so many bytes between the pool and host memory."""
         return num_bytes / self.device.host_link

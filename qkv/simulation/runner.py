@@ -1,4 +1,4 @@
-"""A runner that computes nothing and lets the time pass that the step would take; and a store without memory.
+"""A runner that computes nothing and moves the clock by the time that the step would take; and a store that holds no bytes.
 
 Takes: a StepPlan. Gives: made-up tokens. Does not know about: queues, policies.
 """
@@ -20,16 +20,16 @@ from qkv.types import BlockId, Request, StepPlan
 
 
 class SimulatedRunner:
-    """observer is never called: there are no keys and values."""
+    """Stands in for the runner and for the attention backend. observer is never called, since there are no keys and values."""
 
-    name = "simulated"  # in place of an attention backend's
+    name = "simulated"  # the record shows it where an attention backend's name would be
 
     def __init__(self, cost: StepCost, clock: SimulatedClock, tokens: SimulatedTokens, recorder: Recorder) -> None:
         self.cost, self.clock, self.tokens, self.recorder = cost, clock, tokens, recorder
         self.observer: Observer | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Raises ConfigError for scoring requests: there are no logits."""
+        """Let the step's time pass and return its made-up tokens. Raises ConfigError for scoring requests: they need logits."""
         if any(c.request.score_from is not None for c in plan.prefills):
             raise ConfigError("a simulation has no logits to score with; use runner=default")
         keys = sum(r.num_computed + 1 for r in plan.decodes)
@@ -47,7 +47,7 @@ class SimulatedRunner:
 
 
 class SimulatedStore(KVStore):
-    """Planes without storage; copying takes the time it would take."""
+    """Computes sizes as the real store does, but its planes have no memory. A copy only moves the clock."""
 
     def __init__(self, *args: Any, cost: StepCost, clock: SimulatedClock, **kwargs: Any) -> None:
         super().__init__(*args, **(kwargs | {"poison": False}))

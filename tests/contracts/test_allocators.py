@@ -1,4 +1,4 @@
-"""Every registered allocator: all or nothing, nothing handed out twice, books that balance, hits that are what they claim."""
+"""Every registered allocator gives all blocks or none, none of them twice, counts them right, and finds only true prefixes."""
 
 import random
 
@@ -25,7 +25,7 @@ def state(allocator: BlockAllocator) -> tuple[int, int, list[int]]:
 
 
 def chain_of(tokens: list[int], size: int) -> list[bytes]:
-    """One hash per full block: of everything up to its end."""
+    """One hash per full block, of all tokens up to its end."""
     return [repr(tokens[:end]).encode() for end in range(size, len(tokens) + 1, size)]
 
 
@@ -66,7 +66,7 @@ def test_allocation_is_all_or_nothing(name: str) -> None:
 @allocators
 @given(seed=st.integers(0, 2**32))
 def test_the_books_balance_whatever_happens(name: str, seed: int) -> None:
-    """Requests over two tokens, so that prefixes repeat, come and go; a hit must hold the very tokens asked for."""
+    """Requests of only two different tokens come and go, so prefixes repeat. A hit must hold the tokens that were asked for."""
     rng = random.Random(seed)
     allocator = make(name)
     size = allocator.block_size

@@ -1,7 +1,8 @@
 """The laws every registered quantizer keeps. Runs over the registry's names: a new quantizer needs no edit here."""
 
 import copy
-from collections.abc import Callable
+import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from qkv.attention.reference import ReferenceBackend
 from qkv.cache.store import KVStore, raw_slot_bytes
 from qkv.errors import ConfigError, ScaleError
-from qkv.layout import STATIC_SCALES, Codes, KVFormat, LayerShape
+from qkv.layout import SIDES, STATIC_SCALES, Codes, KVFormat, LayerShape, Side, Statics
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile
 from qkv_kernels.reference import codec
@@ -23,16 +24,37 @@ B = 16
 LAYERS = [LayerShape(index=i, H=3, Hq=9, Dk=64, Dv=64, scaling=0.125) for i in (0, 2)]  # layer 1 has no attention
 NAMES = QUANTIZERS.names()
 every = pytest.mark.parametrize("name", NAMES)
-Side = tuple[KVFormat, range, Callable[..., Codes], Callable[..., torch.Tensor], torch.Tensor | None, torch.Tensor | None]
 
 
-def sides(q: Quantizer, layer: int = 1) -> list[tuple[int, Side]]:
-    """(part, (format, heads, encode, decode, static scale, static zero)) of K and V of every head range."""
-    out: list[tuple[int, Side]] = []
-    for part, (f, s) in enumerate(zip(q.formats(layer), q.statics(layer), strict=True)):
-        out.append((part, (f.k, f.heads, q.encode_k, q.decode_k, s.k_scale, s.k_zero)))
-        out.append((part, (f.v, f.heads, q.encode_v, q.decode_v, s.v_scale, s.v_zero)))
-    return out
+class Stored(NamedTuple):
+    """One side (K or V) of one head range of a bound quantizer."""
+
+    quantizer: Quantizer
+    layer: int
+    range_index: int
+    side: Side
+    heads: range
+    fmt: KVFormat
+    statics: Statics
+
+    def encode(self, x: torch.Tensor) -> Codes:
+        return self.quantizer.encode(x, self.side, self.layer, self.range_index)
+
+    def decode(self, codes: Codes, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.quantizer.decode(codes, self.side, self.layer, dtype, self.range_index)
+
+
+def everything_stored(q: Quantizer, layer: int = 1) -> list[Stored]:
+    return [
+        Stored(q, layer, i, side, f.heads, f.of(side), s.of(side))
+        for i, (f, s) in enumerate(zip(q.formats(layer), q.statics(layer), strict=True))
+        for side in SIDES
+    ]
+
+
+def k_error(q: Quantizer, x: torch.Tensor) -> torch.Tensor:
+    """The error that storing makes in K of layer 0."""
+    return q.decode(q.encode(x, "k", 0), "k", 0, torch.float32) - x
 
 
 def rows_of(fmt: KVFormat) -> tuple[int, ...]:
@@ -68,16 +90,14 @@ def test_head_ranges_cover_the_layer_in_order(name: str) -> None:
 @every
 def test_allocated_bytes_equal_the_formula(name: str) -> None:
     q = bound(name, LAYERS)
-    store = KVStore(LAYERS, [q.formats(i) for i in range(len(LAYERS))], 5, B, CPU)
+    store = KVStore(LAYERS, [q.formats(i) for i in range(len(LAYERS))], 5, B, CPU, static_bytes=q.static_bytes())
     planes = [t for i in range(len(LAYERS)) for p in store.planes(i) for t in p.tensors]
-    statics = [t for i in range(len(LAYERS)) for s in q.statics(i) for t in s if t is not None]
     report = store.memory_report()
     assert report["pool_bytes"] == sum(t.nbytes for t in planes)
-    assert report["static_bytes"] == sum(t.nbytes for t in statics)
+    declared = [4 * math.prod(t.shape_in(layer)) for layer in LAYERS for t in q.static_tensors()]
+    assert report["static_bytes"] == sum(declared)
     assert report["allocated_bytes"] == report["pool_bytes"] + report["static_bytes"] + report["tail_bytes"]
-    raw = [
-        t for i in range(len(LAYERS)) for p in store.planes(i) for t in (p.k_tail, p.v_tail, p.k_sink, p.v_sink) if t is not None
-    ]
+    raw = [t for i in range(len(LAYERS)) for p in store.planes(i) for t in (*p.k.raw, *p.v.raw)]
     assert report["tail_bytes"] == sum(t.nbytes for t in raw)
     assert report["tail_bytes"] == store.slots * raw_slot_bytes(LAYERS, store.formats, B, torch.float32)
     assert report["kv_bytes_per_token"] * B * 5 == report["pool_bytes"]
@@ -85,9 +105,10 @@ def test_allocated_bytes_equal_the_formula(name: str) -> None:
 
 @every
 def test_codes_have_the_shapes_and_dtypes_of_their_format(name: str) -> None:
-    for part, (fmt, heads, encode, _, scale, zero) in sides(bound(name, LAYERS)):
-        lead, H, D = rows_of(fmt), len(heads), 64
-        codes = encode(torch.randn(*lead, H, D), 1, part)
+    for stored in everything_stored(bound(name, LAYERS)):
+        fmt, (scale, zero) = stored.fmt, stored.statics
+        lead, H, D = rows_of(fmt), len(stored.heads), 64
+        codes = stored.encode(torch.randn(*lead, H, D))
         assert codes.data.shape == (*lead, H, fmt.packed_dim(D))
         assert codes.data.dtype == fmt.storage
         pool = fmt.scale_shape(lead[0], H, lead[1], D) if fmt.unit == "block" else fmt.scale_shape(1, H, lead[0], D)
@@ -109,25 +130,31 @@ def test_codes_have_the_shapes_and_dtypes_of_their_format(name: str) -> None:
 def test_finite_in_finite_out_pure_and_row_by_row(name: str, data: st.DataObject) -> None:
     """encode(x)[i] equals encode(x[i:i+1]) byte for byte: chunking, prefix hits and recomputation store the same bytes.
     Where x holds blocks, block by block."""
-    for part, (fmt, heads, encode, decode, *_) in sides(bound(name, LAYERS)):
-        values = st.floats(-100, 100, width=32) | st.sampled_from([0.0, 1e-20, 3e4, -3e38])
-        x = torch.from_numpy(data.draw(hnp.arrays(np.float32, (*rows_of(fmt), len(heads), 64), elements=values, fill=values)))
+    for stored in everything_stored(bound(name, LAYERS)):
+        elements = st.floats(-100, 100, width=32) | st.sampled_from([0.0, 1e-20, 3e4, -3e38])
+        x = torch.from_numpy(
+            data.draw(hnp.arrays(np.float32, (*rows_of(stored.fmt), len(stored.heads), 64), elements=elements, fill=elements))
+        )
         before = x.clone()
-        whole = encode(x, 1, part)
+        whole = stored.encode(x)
         assert torch.equal(x, before), "encode changed its input"
-        assert same_bytes(whole, encode(x, 1, part)), "encode is not a function of its input"
-        assert decode(whole, 1, torch.float32, part).isfinite().all()
+        assert same_bytes(whole, stored.encode(x)), "encode is not a function of its input"
+        values = stored.decode(whole)
+        assert values.isfinite().all()
         for i in range(len(x)):
-            assert same_bytes(Codes(*(None if c is None else c[i : i + 1] for c in whole)), encode(x[i : i + 1], 1, part))  # type: ignore[arg-type]
+            one = Codes(*(None if c is None else c[i : i + 1] for c in whole))  # type: ignore[arg-type]
+            assert torch.equal(stored.decode(one)[0], values[i]), "decode of a row depends on other rows"
+            assert same_bytes(one, stored.encode(x[i : i + 1]))
 
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_zeros_stay_zeros_and_every_compute_dtype_works(name: str, dtype: torch.dtype) -> None:
-    """With a static float zero point, to within half a step."""
-    for part, (fmt, heads, encode, decode, scale, zero) in sides(bound(name, LAYERS, dtype)):
-        x = torch.zeros(*rows_of(fmt), len(heads), 64, dtype=dtype)
-        out = decode(encode(x, 1, part), 1, dtype, part)
+    """With a static float zero point, zeros come back to within half a step."""
+    for stored in everything_stored(bound(name, LAYERS, dtype)):
+        scale, zero = stored.statics
+        x = torch.zeros(*rows_of(stored.fmt), len(stored.heads), 64, dtype=dtype)
+        out = stored.decode(stored.encode(x), dtype)
         assert out.dtype == dtype
         if zero is None or scale is None:
             assert not out.any()
@@ -137,24 +164,38 @@ def test_zeros_stay_zeros_and_every_compute_dtype_works(name: str, dtype: torch.
 
 @every
 def test_decode_is_what_the_format_says(name: str) -> None:
-    """Kernels read by format and statics alone, so the quantizer's own decode must agree with the codec."""
-    for part, (fmt, heads, encode, decode, scale, zero) in sides(bound(name, LAYERS)):
-        if codec.refusal(fmt, 64):
+    """Kernels read an affine format by format and statics alone, so the quantizer's own decode must agree with the codec."""
+    for stored in everything_stored(bound(name, LAYERS)):
+        if stored.fmt.reading == "quantizer" or codec.refusal(stored.fmt, 64):
             continue
-        codes = encode(torch.randn(*rows_of(fmt), len(heads), 64), 1, part)
-        assert torch.equal(decode(codes, 1, torch.float32, part), codec.decode(*codes, fmt, torch.float32, scale, zero))
+        codes = stored.encode(torch.randn(*rows_of(stored.fmt), len(stored.heads), 64))
+        assert torch.equal(stored.decode(codes), codec.decode(*codes, stored.fmt, torch.float32, *stored.statics))
+
+
+@every
+def test_first_tokens_that_no_range_must_hold_are_raw_in_every_format(name: str) -> None:
+    q = bound(name, LAYERS)
+    kept = [r.of(s).sink_tokens for i in range(len(LAYERS)) for r in q.formats(i) for s in SIDES if not r.of(s).raw]
+    assert q.raw_sink_tokens() == QUANTIZERS.build(name).raw_sink_tokens() == min(kept, default=0)
+
+
+@every
+def test_a_quantizer_that_reads_its_codes_itself_encodes_them_itself(name: str) -> None:
+    q = bound(name, LAYERS)
+    if any(stored.fmt.reading == "quantizer" for stored in everything_stored(q)):
+        assert q.encode_rule == "custom"
 
 
 @every
 def test_quantized_differs_from_raw_but_not_by_much(name: str) -> None:
     """Bit-exact output of a quantizer would mean that nothing was quantized."""
-    for part, (fmt, heads, encode, decode, *_) in sides(bound(name, LAYERS)):
-        x = torch.randn(*rows_of(fmt), len(heads), 64)
-        error = (decode(encode(x, 1, part), 1, torch.float32, part) - x).norm() / x.norm()
-        if fmt.raw:
+    for stored in everything_stored(bound(name, LAYERS)):
+        x = torch.randn(*rows_of(stored.fmt), len(stored.heads), 64)
+        error = (stored.decode(stored.encode(x)) - x).norm() / x.norm()
+        if stored.fmt.raw:
             assert error == 0
         else:
-            assert 0 < error < 2.0 ** (2 - min(fmt.bits, 5))
+            assert 0 < error < 2.0 ** (2 - min(stored.fmt.bits, 5))
 
 
 @every
@@ -182,7 +223,7 @@ def test_scales_are_loaded_or_it_fails(name: str) -> None:
     stats = {la.index: statistics(x, x) for la in LAYERS}
     assert q.observers() <= stats[0].keys()
     scales = ScaleFile(q.tensors_from_stats(stats), {"quantizer": name, "model_fingerprint": "m"})
-    scales.validate(LAYERS, name, "m")
+    scales.validate(LAYERS, name, "m", q.static_tensors())
     assert scales.warnings == []
     for tensor in scales.tensors:
         for value in (None, torch.nan, -1.0 if tensor.endswith("scale") else torch.inf):
@@ -197,7 +238,7 @@ def test_scales_are_loaded_or_it_fails(name: str) -> None:
 
 @every
 def test_a_perturbed_scale_file_changes_the_output(name: str) -> None:
-    """Write path and read path both receive the loaded scale."""
+    """Both writing and reading must use the loaded scales."""
     q = bound(name, LAYERS)
     if not q.observers():
         pytest.skip("has no static scales")
@@ -212,8 +253,8 @@ def test_a_perturbed_scale_file_changes_the_output(name: str) -> None:
                 blocks = x[: 3 * B].unflatten(0, (3, B))
                 values.append(
                     [
-                        d(e((blocks if f.unit == "block" else x)[..., h, :], 1, p), 1, torch.float32, p)
-                        for p, (f, h, e, d, *_) in sides(other)
+                        stored.decode(stored.encode((blocks if stored.fmt.unit == "block" else x)[..., stored.heads, :]))
+                        for stored in everything_stored(other)
                     ]
                 )
             assert any(not torch.equal(a, b) for a, b in zip(*values, strict=True))
@@ -240,16 +281,16 @@ def test_fp8_scales_map_the_largest_value_seen_to_the_largest_code() -> None:
     for fmt in ("e4m3", "e5m2"):
         q = QUANTIZERS.build({"name": "fp8", "format": fmt})
         q.bind(LAYERS[:1], ScaleFile(q.tensors_from_stats({0: statistics(x, x)}), {}), torch.float32, CPU)
-        codes = q.encode_k(x, 0)
+        codes = q.encode(x, "k", 0)
         assert codes.data.float().abs().max() == torch.finfo(codes.data.dtype).max
-        torch.testing.assert_close(q.decode_k(codes, 0, torch.float32).abs().amax((0, 2)), x.abs().amax((0, 2)))
+        torch.testing.assert_close(q.decode(codes, "k", 0, torch.float32).abs().amax((0, 2)), x.abs().amax((0, 2)))
 
 
 def test_int8_zero_point_and_plain_scale_files_are_not_mixed_up() -> None:
     x = torch.randn(50, 3, 64)
     plain, with_zero = QUANTIZERS.build("int8"), QUANTIZERS.build({"name": "int8", "zero_point": True})
     stats = {la.index: statistics(x, x) for la in LAYERS}
-    with pytest.raises(ScaleError, match="zero_point=false"):
+    with pytest.raises(ScaleError, match="layer 0: the quantizer, with these settings, reads no k_zero"):
         plain.bind(LAYERS, ScaleFile(with_zero.tensors_from_stats(stats)), torch.float32, CPU)
     with pytest.raises(ScaleError, match="layer 0: k_zero is missing"):
         with_zero.bind(LAYERS, ScaleFile(plain.tensors_from_stats(stats)), torch.float32, CPU)
@@ -261,8 +302,8 @@ def test_int8_zero_point_pays_off_on_channels_with_an_offset() -> None:
     for zero_point in (False, True):
         q = QUANTIZERS.build({"name": "int8", "zero_point": zero_point})
         q.bind(LAYERS[:1], ScaleFile(q.tensors_from_stats({0: statistics(x, x)})), torch.float32, CPU)
-        error = q.decode_k(q.encode_k(x, 0), 0, torch.float32) - x
-        assert (error.abs() <= q.statics(0)[0].k_scale * 0.501).all(), "what calibration saw is never clipped"
+        error = k_error(q, x)
+        assert (error.abs() <= q.statics(0)[0].k.scale * 0.501).all(), "what calibration saw is never clipped"
         errors.append(error.square().mean())
     assert errors[1] < errors[0] / 4
 
@@ -278,7 +319,7 @@ def test_one_outlier_channel_costs_per_token_scales_their_quality_and_per_channe
         scales = ScaleFile(q.tensors_from_stats({0: statistics(k, k)})) if q.needs_scales else None
         q.bind(LAYERS[:1], scales, torch.float32, CPU)
         x = k.unflatten(0, (-1, 20)) if q.formats(0)[0].k.unit == "block" else k
-        error = q.decode_k(q.encode_k(x, 0), 0, torch.float32) - x
+        error = k_error(q, x)
         return float(10 * torch.log10(x[..., ordinary].square().mean() / error[..., ordinary].square().mean()))
 
     assert sqnr("int8") > 35
@@ -307,31 +348,27 @@ def test_protected_layers_and_heads_are_stored_in_the_wide_formats_and_the_rest_
     assert [f.k.raw for f in q.formats(0)] == [False, True, False]
     assert [f.k.raw for f in q.formats(1)] == [True]
     x = torch.randn(5, 3, 64)
-    whole = inner.encode_k(x, 0), inner.encode_v(x, 0)
-    for part, f in enumerate(q.formats(0)):
-        mine = slice(f.heads.start, f.heads.stop)
-        codes_k, codes_v = q.encode_k(x[:, mine], 0, part), q.encode_v(x[:, mine], 0, part)
-        if f.k.raw:
-            assert torch.equal(codes_k.data, x[:, mine])
+    for stored in everything_stored(q, layer=0):
+        mine = slice(stored.heads.start, stored.heads.stop)
+        codes, whole = stored.encode(x[:, mine]), inner.encode(x, stored.side, 0)
+        if stored.fmt.raw:
+            assert torch.equal(codes.data, x[:, mine])
             continue
-        assert torch.equal(codes_k.data, whole[0].data[:, mine])
-        assert torch.equal(q.decode_k(codes_k, 0, torch.float32, part), inner.decode_k(whole[0], 0, torch.float32)[:, mine])
-        for got, want in zip(codes_v, whole[1], strict=True):
-            assert got is not None
-            assert want is not None
-            assert torch.equal(got, want[:, mine])
-        assert torch.equal(q.decode_v(codes_v, 0, torch.float32, part), inner.decode_v(whole[1], 0, torch.float32)[:, mine])
+        for got, want in zip(codes, whole, strict=True):
+            assert (got is None) == (want is None)
+            assert got is None or torch.equal(got, want[:, mine])  # type: ignore[index]
+        assert torch.equal(stored.decode(codes), inner.decode(whole, stored.side, 0, torch.float32)[:, mine])
 
 
 @pytest.mark.parametrize("inner", ["int8_token", "rotated", "kivi"])
 def test_protected_single_heads_of_any_inner_format(inner: str) -> None:
-    """Per-token scales, groups, whole blocks: cut at the right heads."""
+    """Scales per token, per group of channels and per block are all cut at the right heads."""
     q, alone = protected(inner=inner, heads=[[0, 0]], wide="int8_token", tail_blocks=0), bound(inner, LAYERS)
     x = torch.randn(2, B, 3, 64)
     flat = alone.formats(0)[0].k.unit == "token"
-    whole = alone.decode_k(alone.encode_k(x.flatten(0, 1) if flat else x, 0), 0, torch.float32).view_as(x)
-    codes = q.encode_k(x[..., 1:, :], 0, 1)
-    assert torch.equal(q.decode_k(codes, 0, torch.float32, 1), whole[..., 1:, :])
+    whole = alone.decode(alone.encode(x.flatten(0, 1) if flat else x, "k", 0), "k", 0, torch.float32).view_as(x)
+    codes = q.encode(x[..., 1:, :], "k", 0, 1)
+    assert torch.equal(q.decode(codes, "k", 0, torch.float32, 1), whole[..., 1:, :])
     assert q.formats(0)[1].k.unit == "block"
 
 
@@ -363,13 +400,13 @@ def test_protected_says_what_it_cannot_protect(fields: dict, message: str) -> No
 
 @pytest.mark.parametrize("quantizer", ["rotated", "kivi"])
 def test_error_rises_as_bits_fall(quantizer: str) -> None:
-    """By a factor near 4 in mean square per bit; much less would mean that something is not quantized."""
+    """The mean square error rises by a factor near 4 per bit; if it were much less, something would not be quantized."""
     x = torch.randn(4, B, 3, 64)
     errors = []
     for bits in (4, 3, 2):
         q = bound({"name": quantizer, "bits": bits}, LAYERS)
         rows = x if q.formats(0)[0].k.unit == "block" else x.flatten(0, 1)
-        errors.append(float((q.decode_k(q.encode_k(rows, 0), 0, torch.float32) - rows).square().mean()))
+        errors.append(float(k_error(q, rows).square().mean()))
     assert 3 < errors[1] / errors[0] < 7
     assert 3 < errors[2] / errors[1] < 7
 
@@ -379,7 +416,7 @@ def test_activations_of_1e5_fit_float16_scales(name: str) -> None:
     q = bound(name, LAYERS, scale=1e5)
     x = torch.randn(2, B, 3, 64) * 1e5
     rows = x if q.formats(0)[0].k.unit == "block" else x.flatten(0, 1)
-    for encode, decode in ((q.encode_k, q.decode_k), (q.encode_v, q.decode_v)):
-        out = decode(encode(rows, 0), 0, torch.float32)
+    for side in SIDES:
+        out = q.decode(q.encode(rows, side, 0), side, 0, torch.float32)
         assert out.isfinite().all()
         assert (out - rows).norm() / rows.norm() < 0.2

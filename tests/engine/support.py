@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from qkv.engine import Engine
+from qkv.layout import SIDES
 from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
 from qkv.types import Request
@@ -23,7 +24,7 @@ def _model(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def model(name: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The same object for the same arguments."""
+    """A tiny model; the same object for the same arguments."""
     return _model(name, dtype)
 
 
@@ -35,12 +36,12 @@ def tokens(seed: int, n: int) -> list[int]:
 @lru_cache
 def scales(quantizer: str, name: str = "llama") -> ScaleFile | None:
     """Scales of the tiny model for a quantizer that needs them, from random text; None for the others."""
-    from calibration.fitting.collect import calibrate
+    from calibration.fitting.collect import absmax_scales
 
     if not QUANTIZERS.build(quantizer).needs_scales:
         return None
     with Engine.create(model(name), num_blocks=64) as engine:
-        return calibrate(engine, [tokens(99, 200)], QUANTIZERS.build(quantizer))
+        return absmax_scales(engine, [tokens(99, 200)], QUANTIZERS.build(quantizer))
 
 
 def make(quantizer: str | dict[str, Any] = "none", block_size: int = 16, **kw: Any) -> Engine:
@@ -51,6 +52,7 @@ def make(quantizer: str | dict[str, Any] = "none", block_size: int = 16, **kw: A
         "allocator": {"name": "paged", "block_size": block_size},
         "scales": scales(quantizer if isinstance(quantizer, str) else quantizer["name"], name),
         "num_blocks": 128,
+        "host_memory_bytes": "4MiB",  # check() looks at every host block
         "watermark": 0.0,
         "poison": True,
         "max_num_seqs": 8,
@@ -59,7 +61,7 @@ def make(quantizer: str | dict[str, Any] = "none", block_size: int = 16, **kw: A
 
 
 def block_unit(quantizer: str) -> bool:
-    """Whether what is stored depends on the block size: some format encodes whole blocks."""
+    """Whether some format of the quantizer encodes whole blocks, so that what is stored depends on the block size."""
     formats = bound(quantizer, [shape(Dk=16)]).formats(0)
     return any(fmt.unit == "block" for part in formats for fmt in (part.k, part.v))
 
@@ -74,19 +76,16 @@ def pieces(engine: Engine, request: Request, layers: Iterable[int]) -> list[byte
     out = []
     for layer in layers:
         for p in engine._parts.store.planes(layer):
-            for fmt, planes, tail, sink in (
-                (p.k_format, (p.k_codes, p.k_scale, p.k_zero), p.k_tail, p.k_sink),
-                (p.v_format, (p.v_codes, p.v_scale, p.v_zero), p.v_tail, p.v_sink),
-            ):
-                for plane in (x for x in planes if x is not None):
-                    if fmt.unit == "block":
-                        out += list(plane[table[:full]])
+            for plane in map(p.of, SIDES):
+                for pool in plane.pool:
+                    if plane.fmt.unit == "block":
+                        out += list(pool[table[:full]])
                     else:
-                        out += list(plane[table[tokens // B], :, tokens % B])
-                if sink is not None:
-                    out.append(sink[request.sink_slot][:, : min(n, fmt.sink_tokens)])
-                if tail is not None:
-                    out.append(tail[request.tail_slot][:, open_rows % tail.shape[2]])
+                        out += list(pool[table[tokens // B], :, tokens % B])
+                if plane.sink is not None:
+                    out.append(plane.sink[request.sink_slot][:, : min(n, plane.fmt.sink_tokens)])
+                if plane.tail is not None:
+                    out.append(plane.tail[request.tail_slot][:, open_rows % plane.tail.shape[2]])
     return [x.contiguous().view(torch.uint8).numpy().tobytes() for x in out]
 
 
@@ -96,7 +95,7 @@ def stored(engine: Engine, request: Request) -> bytes:
 
 
 def keep_stored(engine: Engine) -> dict[int, bytes]:
-    """Filled with what is stored for each request at the moment it ends, before its blocks go."""
+    """A dictionary that receives what is stored for each request when it ends, before its blocks are released."""
     seen: dict[int, bytes] = {}
     finish = engine.scheduler.finish
 

@@ -81,7 +81,7 @@ def test_layer_shapes_come_from_the_model():
     assert {s.softcap for s in gemma.layers} == {5.0}
     assert gemma.layers[0].scaling == pytest.approx(24**-0.5)
     oss = HFAdapter(tiny_model("gpt_oss"))
-    assert all(s.sinks for s in oss.layers)
+    assert all(s.sink_logits for s in oss.layers)
     gpt2 = HFAdapter(tiny_model("gpt2"))
     assert [s.scaling for s in gpt2.layers] == pytest.approx([1 / 4, 1 / 8, 1 / 12])
     llama = HFAdapter(tiny_model("llama"))

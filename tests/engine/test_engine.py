@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.fitting.collect import calibrate
+from calibration.fitting.collect import absmax_scales
 from qkv.cache.store import KVStore
 from qkv.engine import Engine
 from qkv.errors import ConfigError, ModelError, RequestError
@@ -346,7 +346,7 @@ def test_new_weights_need_a_reset_and_then_nothing_old_is_read() -> None:
 
 def test_calibration_does_not_depend_on_what_is_cached() -> None:
     with make() as engine:
-        files = [calibrate(engine, [tokens(3, 60), tokens(4, 30)], QUANTIZERS.build("int8")) for _ in range(2)]
+        files = [absmax_scales(engine, [tokens(3, 60), tokens(4, 30)], QUANTIZERS.build("int8")) for _ in range(2)]
     assert all(torch.equal(files[0].tensors[name], files[1].tensors[name]) for name in files[0].tensors)
 
 
@@ -432,7 +432,7 @@ def test_a_pool_larger_than_memory_is_refused_with_the_arithmetic() -> None:
 
 
 def test_a_contiguous_pool_is_used_to_the_last_region() -> None:
-    """Requests that cannot grow need no watermark."""
+    """No watermark is kept for requests that cannot grow."""
     allocator = {"name": "contiguous", "block_size": 16, "max_len": 64}
     with make(allocator=allocator, num_blocks=1 + 4 * 4, watermark=0.5) as engine:
         for i in range(4):

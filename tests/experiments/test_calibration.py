@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from calibration.fitting.collect import FULL, Collector, calibrate
+from calibration.fitting.collect import FULL, Collector, absmax_scales
 from calibration.fitting.ranges import percentile, seen
 from qkv.engine import Engine
 from qkv.errors import ConfigError, ScaleError
@@ -56,7 +56,7 @@ def test_scales_come_from_the_keys_the_model_produced(engine: Engine) -> None:
     with engine.observe(observe):
         engine.score(TEXTS)
     done: list[tuple[int, int]] = []
-    file = calibrate(engine, TEXTS, QUANTIZERS.build("int8"), progress=lambda i, n: done.append((i, n)))
+    file = absmax_scales(engine, TEXTS, QUANTIZERS.build("int8"), progress=lambda i, n: done.append((i, n)))
     assert done == [(1, 2), (2, 2)]
     assert set(file.tensors) == {f"layers.{i}.k_scale" for i in range(3)}
     for layer in range(3):
@@ -64,13 +64,13 @@ def test_scales_come_from_the_keys_the_model_produced(engine: Engine) -> None:
         assert bool((file.tensors[f"layers.{layer}.k_scale"] >= seen[layer] / 127 - 1e-7).all())
     assert file.metadata["tokens"] == 9
     assert file.metadata["documents"] == 2
-    file.validate(engine.layers, "int8", engine.loaded.fingerprint)
+    file.validate(engine.layers, "int8", engine.loaded.fingerprint, QUANTIZERS.build("int8").static_tensors())
     assert not file.warnings
 
 
 @pytest.mark.parametrize("spec", ["fp8", "int8", {"name": "int8", "zero_point": True}])
 def test_an_engine_runs_on_what_calibration_gives(engine: Engine, loaded: LoadedModel, spec: str | dict[str, object]) -> None:
-    scales = calibrate(engine, TEXTS, QUANTIZERS.build(spec))
+    scales = absmax_scales(engine, TEXTS, QUANTIZERS.build(spec))
     with Engine.create(model=loaded, quantizer=spec, scales=scales, num_blocks=64) as quantized:
         (score,) = quantized.score([TEXTS[0]])
     (exact,) = engine.score([TEXTS[0]])
@@ -80,7 +80,7 @@ def test_an_engine_runs_on_what_calibration_gives(engine: Engine, loaded: Loaded
 @pytest.mark.parametrize("nothing", [[], [[]], [[], []]])
 def test_no_tokens_are_refused(engine: Engine, nothing: list[list[int]]) -> None:
     with pytest.raises(ScaleError, match="no tokens"):
-        calibrate(engine, nothing, QUANTIZERS.build("int8"))
+        absmax_scales(engine, nothing, QUANTIZERS.build("int8"))
 
 
 def test_a_layer_that_was_never_reached_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,14 +92,14 @@ def test_a_layer_that_was_never_reached_is_refused(engine: Engine, monkeypatch: 
 
     monkeypatch.setattr(Collector, "__call__", deaf)
     with pytest.raises(ScaleError, match="layer 1 was never reached"):
-        calibrate(engine, TEXTS, QUANTIZERS.build("int8"))
+        absmax_scales(engine, TEXTS, QUANTIZERS.build("int8"))
 
 
 def test_values_that_are_not_finite_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Collector.__call__
     monkeypatch.setattr(Collector, "__call__", lambda self, layer, q, k, v: original(self, layer, q, k * float("inf"), v))
     with pytest.raises(ScaleError, match="layer 0: k_channel_absmax is not finite"):
-        calibrate(engine, TEXTS, QUANTIZERS.build("int8"))
+        absmax_scales(engine, TEXTS, QUANTIZERS.build("int8"))
 
 
 def test_a_statistic_nobody_collects_is_named() -> None:

@@ -20,7 +20,7 @@ from experiments.measuring.divergence import Accuracy
 from experiments.studies.drift import judge
 from qkv.engine import Engine
 from qkv.errors import ScaleError
-from qkv.layout import LayerShape
+from qkv.layout import SIDES, LayerShape
 from qkv.models import load_model
 from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
@@ -48,7 +48,7 @@ def test_a_planted_outlier_channel_stands_out_and_per_token_keys_fail() -> None:
     documents = [tokens(seed, 60) for seed in range(4)]
     int8 = QUANTIZERS.build("int8")
     with Engine.create(with_outlier(100.0), num_blocks=32, enable_prefix_caching=False) as engine:
-        stats = observed(engine, documents, 4)
+        stats = observed(engine, documents, 4).layers
         found = diagnose(engine, stats, int8, search.tensors(int8, stats, engine.layers, "absmax", 100.0), documents[:2])
     entry = found["layers"][LAYER]
     (outlier,) = entry["outliers"]
@@ -66,7 +66,7 @@ def test_a_planted_outlier_channel_stands_out_and_per_token_keys_fail() -> None:
 def test_without_outliers_the_report_says_so() -> None:
     int8, documents = QUANTIZERS.build("int8"), [tokens(0, 40)]
     with Engine.create(tiny_model("llama"), num_blocks=32, enable_prefix_caching=False) as engine:
-        stats = observed(engine, documents, 4)
+        stats = observed(engine, documents, 4).layers
         found = diagnose(engine, stats, int8, search.tensors(int8, stats, engine.layers, "absmax", 100.0), documents)
     assert not any(e["outliers"] for e in found["layers"])
     assert "outlier" not in " ".join(found["suggestions"]["lines"])
@@ -273,7 +273,7 @@ def test_histograms_add_up_and_their_quantiles_are_close() -> None:
 
 
 def test_squared_error_without_sinks_would_wreck_them() -> None:
-    """One sink token per document, 20 times the others: the rule keeps it whole, and clips the rest's tail."""
+    """One sink token per document is 20 times as large as the others. The rule does not clip it, but clips other large values."""
     layer, int4 = LayerShape(index=0, H=1, Hq=1, Dk=8, Dv=8, scaling=1.0), QUANTIZERS.build("int4")
     x = torch.randn(5000, 1, 8)
     x[:1] = 20.0
@@ -282,7 +282,7 @@ def test_squared_error_without_sinks_would_wreck_them() -> None:
         collector = Collector(FULL, sink_tokens)
         collector(0, x, x, x)
         fixed = search.bound(int4, search.tensors(int4, collector.stats, [layer], "mse", 100.0), [layer])
-        return float(fixed.decode_k(fixed.encode_k(x[:1], 0), 0, torch.float32).amin())
+        return float(fixed.decode(fixed.encode(x[:1], "k", 0), "k", 0, torch.float32).amin())
 
     assert largest_kept(1) > 19
     assert largest_kept(0) < 18
@@ -313,7 +313,7 @@ def test_output_errors_are_those_of_attention() -> None:
         wide = (t.repeat_interleave(2, 1).transpose(0, 1) for t in (keys, values))
         return torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), *wide, attn_mask=mask, scale=0.5)
 
-    stored = int8.decode_k(int8.encode_k(k, 0), 0, torch.float32), int8.decode_v(int8.encode_v(v, 0), 0, torch.float32)
+    stored = [int8.decode(int8.encode(x, side, 0), side, 0, torch.float32) for side, x in zip(SIDES, (k, v), strict=True)]
     error = (attention(*stored) - attention(k, v)).square().unflatten(0, (2, 2)).sum((1, 2, 3))
     torch.testing.assert_close(seen.errors[0][0], error.double(), rtol=1e-3, atol=0)
     assert seen.relative(0).shape == (1, 2)

@@ -63,7 +63,7 @@ def test_narrower_methods_have_smaller_scales(tmp_path: Path) -> None:
 
 
 def test_shards_merge_to_exactly_what_one_run_gives(tmp_path: Path) -> None:
-    """Both halves of the documents, in files of their own, against the whole."""
+    """Statistics of both halves of the documents are merged and compared with those of the whole."""
     from pydoc_data.topics import topics
 
     texts = [topics[name] for name in sorted(topics)][:20]
@@ -200,7 +200,7 @@ def test_nothing_usable_is_one_message(tmp_path: Path, capsys: pytest.CaptureFix
 def test_statistics_are_not_mistaken_for_scales(tmp_path: Path) -> None:
     calibrated(tmp_path)
     with pytest.raises(ScaleError, match="quantizer 'None'"):
-        ScaleFile.load(tmp_path / "s.stats.safetensors").validate([], "int8", "")
+        ScaleFile.load(tmp_path / "s.stats.safetensors").validate([], "int8", "", [])
 
 
 def test_help_shows_methods_and_examples(capsys: pytest.CaptureFixture[Any]) -> None:
@@ -223,7 +223,7 @@ def test_the_readmes_command_reads_a_folder_of_documents(tmp_path: Path, capsys:
 
 
 def test_values_of_1e5_are_calibrated_and_those_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    """Large enough to overflow float16, and a model whose weights are broken."""
+    """One model has keys large enough to overflow float16, another has broken weights."""
     model = tiny_model("qwen2")
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.bias[3] = 1e5
@@ -237,7 +237,7 @@ def test_values_of_1e5_are_calibrated_and_those_that_are_not_finite_are_refused(
             fixed = search.bound(quantizer, scales, shapes)
             k = torch.zeros(2, 2, 16)
             k[0, 0, 3] = 1e5
-            assert fixed.decode_k(fixed.encode_k(k, 0), 0, torch.float32).isfinite().all()
+            assert fixed.decode(fixed.encode(k, "k", 0), "k", 0, torch.float32).isfinite().all()
     with torch.no_grad():
         model.model.layers[2].self_attn.v_proj.weight[0, 0] = torch.nan
     with Engine.create(model, num_blocks=16) as engine, pytest.raises(ScaleError, match=r"layer 2: .*not finite"):

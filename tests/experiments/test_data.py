@@ -1,4 +1,4 @@
-"""Data sources, and the windows cut from them."""
+"""Data sources, and the windows that are cut from them."""
 
 import importlib.util
 import json
@@ -214,7 +214,7 @@ def test_messages_and_prompt_fields_go_through_the_chat_template(tmp_path: Path)
 
 
 def test_samples_are_seeded_spread_over_lengths_and_disjoint(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{i} " * (1 + i)}) for i in range(200)))
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{i} " * (2 + i)}) for i in range(200)))
     source = DATA.build({"name": "jsonl", "path": str(tmp_path / "a.jsonl")})
     sampling = Sampling(documents=32, tokens=300, held_back=8)
     sample = draw(source, None, sampling, seed=1)

@@ -22,7 +22,7 @@ from lm_eval.tasks import TaskManager
 from experiments.lm import settings
 from experiments.lm.__main__ import main
 from experiments.lm.model import QkvLM, Truncation
-from experiments.lm.waves import Job, plans
+from experiments.lm.waves import Job, rounds
 from qkv.engine import Engine
 from qkv.errors import ConfigError, RequestError
 from qkv.models import load_model, wrap_model
@@ -126,7 +126,7 @@ def test_a_sequence_comes_after_those_whose_blocks_it_begins_with() -> None:
     jobs = [Job(rng.choice(stems) + [rng.randrange(9) for _ in range(rng.randrange(1, 12))], i) for i in range(40)]
     for pool_tokens in (10_000, 80):
         seen: list[Job] = []
-        for wave in itertools.chain.from_iterable(plans(jobs, 4, pool_tokens)):
+        for wave in itertools.chain.from_iterable(rounds(jobs, 4, pool_tokens)):
             assert wave
             beginnings = [tuple(job.tokens[:20]) for job in wave]
             assert len(set(beginnings)) == len(beginnings) or all(

@@ -1,4 +1,4 @@
-"""Workloads: seeded, as long as asked for, sharing what they say and nothing else; driven open and closed loop."""
+"""Workloads are seeded, as long as asked for, and share what they say and nothing else; they drive open and closed loops."""
 
 import itertools
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.harness.workload import Planned, Slo, Traffic, Workload
+from experiments.harness.workload import Arrival, Slo, Traffic, Workload
 from experiments.measuring.serving import serve
 from qkv.config import EngineConfig
 from qkv.engine import Engine
@@ -18,7 +18,7 @@ from qkv.validate import from_mapping
 VOCAB = 32_000
 
 
-def requests(seed: int = 0, **settings: Any) -> list[Planned]:
+def requests(seed: int = 0, **settings: Any) -> list[Arrival]:
     return list(Traffic(Workload(**settings), seed, VOCAB))
 
 

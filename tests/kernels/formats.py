@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qkv.layout import HeadFormat, LayerShape, Statics
+from qkv.layout import SIDES, HeadFormat, HeadStatics, LayerShape, Statics
 from qkv.policies.quantizer._affine import AffineQuantizer
 from qkv.scales import ScaleFile
 from qkv_kernels.format import STATIC_SCALES, KVFormat
@@ -13,7 +13,7 @@ from qkv_kernels.format import STATIC_SCALES, KVFormat
 
 @dataclass
 class Stored(AffineQuantizer):
-    """K and V in the given formats. name and rule are the abstract class's."""
+    """A quantizer that stores K and V in the given formats."""
 
     k: KVFormat = field(default_factory=lambda: KVFormat(32, torch.float32))
     v: KVFormat = field(default_factory=lambda: KVFormat(32, torch.float32))
@@ -22,10 +22,11 @@ class Stored(AffineQuantizer):
 
     def bind(self, layers: list[LayerShape], scales: ScaleFile | None, dtype: torch.dtype, device: torch.device) -> None:
         super().bind(layers, scales, dtype, device)
+        self._statics = []
         generator = torch.Generator().manual_seed(3)
-        for i, la in enumerate(layers):
+        for la in layers:
             statics = []
-            for fmt, D in ((self.k, la.Dk), (self.v, la.Dv)):
+            for fmt, D in zip((self.k, self.v), map(la.dim, SIDES), strict=True):
                 shape = {"tensor": (), "head": (la.H,), "channel": (la.H, D)}.get(fmt.scale)
                 largest = 448 if fmt.storage.is_floating_point else 2 ** (fmt.bits - 1) - 1
                 scale = None if shape is None else (2 + torch.rand(shape, generator=generator)) / largest
@@ -34,8 +35,11 @@ class Stored(AffineQuantizer):
                     reach = 3 if fmt.bits > 3 else 1
                     zero = torch.randint(-reach, reach + 1, scale.shape, generator=generator).float()
                     zero = zero * scale if fmt.zero == "float" else zero
-                statics += [scale, zero]
-            self._statics[i] = Statics(*statics)
+                statics.append(Statics(scale, zero))
+            self._statics.append(HeadStatics(*statics))
+
+    def statics(self, layer: int) -> list[HeadStatics]:
+        return [self._statics[layer]]
 
     def formats(self, layer: int) -> list[HeadFormat]:
         return self.whole(layer, self.k, self.v)

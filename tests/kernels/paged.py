@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from qkv.attention.base import AttentionBackend, Reads
 from qkv.attention.reference import ReferenceBackend
 from qkv.cache.store import KVStore
-from qkv.layout import AttentionMetadata, LayerShape
+from qkv.layout import SIDES, AttentionMetadata, LayerShape, Side
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile
 
@@ -33,14 +33,14 @@ def any_shape(size: int, sizes: int, window: int) -> st.SearchStrategy[LayerShap
         Dv=dims,
         window=st.none() | st.integers(1, window),
         softcap=st.none() | st.floats(1, 30),
-        sinks=st.booleans(),
+        sink_logits=st.booleans(),
     )
 
 
 def statistics(k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Everything calibration can observe, of k [T, H, Dk] and v [T, H, Dv]."""
+    """All statistics that calibration can observe of k [T, H, Dk] and v [T, H, Dv]."""
     out = {}
-    for side, x in (("k", k), ("v", v)):
+    for side, x in zip(SIDES, (k, v), strict=True):
         out[f"{side}_channel_absmax"], out[f"{side}_head_absmax"] = x.abs().amax(0), x.abs().amax((0, 2))
         out[f"{side}_channel_min"], out[f"{side}_channel_max"] = x.amin(0), x.amax(0)
     return out
@@ -99,7 +99,7 @@ class Paged:
             )
             for n in lengths
         ]
-        self.sinks = torch.randn(layer.Hq, generator=generator) if layer.sinks else None
+        self.sink_logits = torch.randn(layer.Hq, generator=generator) if layer.sink_logits else None
 
     def step(self, work: dict[int, int], padding: int = 1) -> dict[int, torch.Tensor]:
         """The next work[r] tokens of each request r -> {r: output [n, Hq, Dv]}. Checks padding rows and the null block."""
@@ -132,7 +132,7 @@ class Paged:
             tail_slots=torch.tensor([self.raw_slots[r] for r in order]),
             sink_slots=torch.tensor([self.raw_slots[-1 - r] for r in order]),
         )
-        out = self.backend.attend(0, q, k, v, meta, self.sinks)
+        out = self.backend.attend(0, q, k, v, meta, self.sink_logits)
         assert not out[T:].any(), "padding rows must be zero"
         self.store.check_null()
         return {r: out[a:b] for r, a, b in zip(order, start, start[1:], strict=False)}
@@ -145,51 +145,49 @@ class Paged:
                 outs[r].append(out)
         return [torch.cat(o) for o in outs if o]
 
-    def stored(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def stored(self, r: int) -> dict[Side, torch.Tensor]:
         """K [n, H, Dk] and V [n, H, Dv] of a request as the quantizer stores them, float64."""
         _, k, v = self.data[r]
-        q = self.quantizer
-        ks, vs = [], []
-        for i, part in enumerate(q.formats(0)):
-            for out, x, fmt, encode, decode in (
-                (ks, k, part.k, q.encode_k, q.decode_k),
-                (vs, v, part.v, q.encode_v, q.decode_v),
-            ):
-                x = x[:, part.heads]
-                if fmt.unit == "token":
-                    out.append(decode(encode(x, 0, i), 0, torch.float32, i))
-                else:  # the open block has no codes
-                    full = x[: len(x) // self.B * self.B].unflatten(0, (-1, self.B))
-                    values = decode(encode(full, 0, i), 0, torch.float32, i).flatten(0, 1)
-                    out.append(torch.cat([values, torch.full_like(x[len(values) :], torch.nan)]))
-        return torch.cat(ks, 1).double(), torch.cat(vs, 1).double()
+        return {side: self._stored(x, side) for side, x in zip(SIDES, (k, v), strict=True)}
+
+    def _stored(self, x: torch.Tensor, side: Side) -> torch.Tensor:
+        q, out = self.quantizer, []
+        for i, heads in enumerate(q.formats(0)):
+            rows = x[:, heads.heads]
+            if heads.of(side).unit == "token":
+                out.append(q.decode(q.encode(rows, side, 0, i), side, 0, torch.float32, i))
+            else:  # the open block has no codes
+                full = rows[: len(rows) // self.B * self.B].unflatten(0, (-1, self.B))
+                values = q.decode(q.encode(full, side, 0, i), side, 0, torch.float32, i).flatten(0, 1)
+                out.append(torch.cat([values, torch.full_like(rows[len(values) :], torch.nan)]))
+        return torch.cat(out, 1).double()
 
     def expected(self, r: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Law 2: block by block of queries, each with the raw keys that such a query sees. Computed in dtype."""
         q, k, v = (x.to(dtype) for x in self.data[r])
-        stored = tuple(x.to(dtype) for x in self.stored(r))
-        parts = self.quantizer.formats(0)
-        if all(f.unit == "token" and not f.sink_tokens for part in parts for f in part[1:]):
-            return dense(q, *stored, self.layer, self.sinks)
+        raw, stored = {"k": k, "v": v}, {side: x.to(dtype) for side, x in self.stored(r).items()}
+        ranges = self.quantizer.formats(0)
+        if all(r.of(side).unit == "token" and not r.of(side).sink_tokens for r in ranges for side in SIDES):
+            return dense(q, stored["k"], stored["v"], self.layer, self.sink_logits)
         position, outs = torch.arange(len(q)), []
         for start in range(0, len(q), self.B):
             seen = []
-            for values, raw, side in zip(stored, (k, v), ("k", "v"), strict=True):
-                values = values.clone()
-                for part in parts:
-                    fmt = getattr(part, side)
+            for side in SIDES:
+                values = stored[side].clone()
+                for heads in ranges:
+                    fmt = heads.of(side)
                     as_it_came = position < fmt.sink_tokens
                     if fmt.unit == "block":
                         as_it_came |= position // self.B >= start // self.B - fmt.tail_blocks
-                    heads = slice(part.heads.start, part.heads.stop)
-                    values[as_it_came, heads] = raw[as_it_came, heads]
+                    mine = slice(heads.heads.start, heads.heads.stop)
+                    values[as_it_came, mine] = raw[side][as_it_came, mine]
                 seen.append(values)
-            outs.append(dense(q[start : start + self.B], *seen, self.layer, self.sinks, start))
+            outs.append(dense(q[start : start + self.B], *seen, self.layer, self.sink_logits, start))
         return torch.cat(outs)
 
 
 def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerShape, sinks: torch.Tensor | None = None, first: int = 0
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerShape, sink_logits: torch.Tensor | None = None, first: int = 0
 ) -> torch.Tensor:
     """Attention of one sequence's queries from position `first` on, one head at a time.
 
@@ -205,6 +203,6 @@ def dense(
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
         weights = scores.masked_fill(hidden, -torch.inf).exp()
-        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks[head].to(q.dtype).exp())
+        total = weights.sum(-1, keepdim=True) + (0 if sink_logits is None else sink_logits[head].to(q.dtype).exp())
         outs.append(weights @ v[:, head // G] / total)
     return torch.stack(outs, 1)

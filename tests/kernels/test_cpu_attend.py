@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.attention.cpu import CpuBackend
-from qkv.layout import HeadFormat, LayerShape
+from qkv.layout import Codes, HeadFormat, LayerShape, Side
 from qkv.policies.quantizer.none import NoneQuantizer
 from qkv_kernels import cpu
 from qkv_kernels.format import KVFormat
@@ -46,10 +46,9 @@ def check(paged: Paged, outs: list[torch.Tensor]) -> None:
 
 
 def stored_bytes(paged: Paged) -> list[torch.Tensor]:
-    """Of pages, tails and sinks."""
+    """The bytes of pages, tails and sink tokens."""
     p = paged.store.planes(0)[0]
-    raw = (t for t in (p.k_tail, p.v_tail, p.k_sink, p.v_sink) if t is not None)
-    return [t.view(torch.uint8) for t in (*p.tensors, *raw)]
+    return [t.view(torch.uint8) for t in (*p.tensors, *p.k.raw, *p.v.raw)]
 
 
 @pytest.mark.parametrize(("isa", "compute"), PAIRS)
@@ -118,7 +117,7 @@ def test_every_residue_of_the_length_modulo_the_block(block_size: int) -> None:
 
 
 def check_any_run(data: st.DataObject, quantizer: Stored) -> None:
-    """Any layer, any schedule, any pages, on any instruction set."""
+    """Draws a layer, a schedule, pages and an instruction set, and compares with the reference."""
     lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
     ours = paged(
         data.draw(any_shape(8, 20, 100)),
@@ -151,7 +150,7 @@ def test_long_contexts_are_split_into_chunks(name: str, isa: str) -> None:
 
 
 def test_requests_may_share_pages() -> None:
-    """A prefix computed once: the second request's table starts with the first one's blocks."""
+    """The prefix is computed once, and the second request's table begins with the first one's blocks."""
     ours = paged(shape(), "int8_token", [60, 50], block_size=16)
     ours.tables[1][:2] = ours.tables[0][:2]
     ours.data[1] = tuple(torch.cat([a[:32], b[32:]]) for a, b in zip(ours.data[0], ours.data[1], strict=True))
@@ -163,7 +162,7 @@ def test_requests_may_share_pages() -> None:
 
 
 def test_a_window_never_reads_blocks_behind_it() -> None:
-    """Such blocks may belong to somebody else by then."""
+    """Blocks behind the window may belong to another request by then."""
     ours = paged(shape(window=10), "none", [60])
     ours.step({0: 59})
     ours.store.poison_blocks(ours.tables[0][:6])  # positions 0 to 47; the last token sees 50 to 59
@@ -222,10 +221,7 @@ def test_head_ranges_of_different_formats_share_a_layer() -> None:
                 HeadFormat(range(1, 3), FORMATS["raw32"], FORMATS["int8-token-none"]),
             ]
 
-        def statics(self, layer: int) -> list:
-            return super().statics(layer) * 2
-
-    ours = paged(LayerShape(index=0, H=3, Hq=6, Dk=16, Dv=16, scaling=0.25, sinks=True), Mixed(), [45])
+    ours = paged(LayerShape(index=0, H=3, Hq=6, Dk=16, Dv=16, scaling=0.25, sink_logits=True), Mixed(), [45])
     check(ours, ours.run([{0: 30}, {0: 15}]))
 
 
@@ -233,15 +229,15 @@ def test_a_custom_encode_runs_in_python_and_is_read_by_the_kernels() -> None:
     class Halved(Stored):
         encode_rule = "custom"
 
-        def encode_k(self, x: torch.Tensor, layer: int, part: int = 0) -> object:  # type: ignore[override]
-            return super().encode_k(x / 2, layer, part)
+        def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:
+            return super().encode(x / 2 if side == "k" else x, side, layer, range_index)
 
     fmt = FORMATS["int8-token-none"]
     ours, plain = (paged(shape(), kind(fmt, fmt), [45]) for kind in (Halved, Stored))
     check(ours, ours.run([{0: 30}, {0: 15}]))
     plain.run([{0: 45}])
     block = ours.tables[0][0]
-    torch.testing.assert_close(ours.store.planes(0)[0].k_scale[block] * 2, plain.store.planes(0)[0].k_scale[block])
+    torch.testing.assert_close(ours.store.planes(0)[0].k.scale[block] * 2, plain.store.planes(0)[0].k.scale[block])
 
 
 def test_a_call_of_nothing_but_padding_returns_zeros_and_writes_nothing() -> None:

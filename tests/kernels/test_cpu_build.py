@@ -64,6 +64,27 @@ def test_the_kernels_tests_pass_under_the_address_sanitizer() -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
+HEADERS = sorted(build.SOURCES.glob("*.h"))
+
+
+@pytest.mark.parametrize("name", ["portable", *(pytest.param(name, marks=pytest.mark.slow) for name in ("avx2", "avx512"))])
+def test_every_header_includes_what_it_uses(name: str, tmp_path: Path) -> None:
+    """Each header compiles by itself, for every instruction set."""
+    if name != "portable" and not build.X86:
+        pytest.skip(f"{name} is of x86-64")
+    try:
+        cxx = build.compiler()
+    except cpu.BuildError as error:
+        pytest.skip(str(error))
+    for header in HEADERS:
+        alone = tmp_path / f"{header.stem}.cpp"
+        alone.write_text(f'#include "{header}"\n')
+        done = subprocess.run(
+            [cxx, *build.FLAGS, *build.INSTRUCTION_SETS[name], "-fsyntax-only", str(alone)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{header.name}: {done.stderr[:2000]}"
+
+
 def links(log: Path) -> int:
     return sum("-shared" in line for line in log.read_text().splitlines())
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkv.layout import Codes, Side
 from qkv_kernels import cpu
 from tests.kernels.formats import FORMATS, KEEPERS, Stored
 from tests.kernels.paged import Paged, shape
@@ -28,7 +29,7 @@ def stored_as(names: tuple[str, str]) -> Stored:
 @pytest.mark.parametrize(("isa", "compute"), PAIRS)
 @pytest.mark.parametrize("name", KEEPERS)
 def test_equals_the_reference_and_stores_its_bytes(name: str, compute: str, isa: str) -> None:
-    """Pages, tails and sinks."""
+    """The bytes of pages, tails and sink tokens are compared, too."""
     dtype = DTYPES[compute]
     quantizer, layer, lengths = stored_as((name, name)), shape(H=2, G=3, Dk=64), [75, 3, 20]
     ours, reference = paged(layer, quantizer, lengths, isa, dtype=dtype), Paged(layer, quantizer, lengths, dtype=dtype)
@@ -82,7 +83,7 @@ def test_every_residue_of_the_length_and_of_a_chunk_modulo_the_block(names: tupl
 @pytest.mark.parametrize("block_size", [4, 6, 8, 32, 100])
 @pytest.mark.parametrize("name", ["int4-block-float", "int3-block-float", "int4-block-code-tail2", "int8-block-none-wide"])
 def test_scales_of_blocks_are_folded_into_the_query(name: str, block_size: int) -> None:
-    """Where a block is whole vectors of keys."""
+    """This happens where a block holds whole vectors of keys."""
     for D, dtype in ((64, torch.bfloat16), (128, torch.float16), (192, torch.bfloat16)):
         ours = paged(shape(G=5, Dk=D, window=150), stored_as((name, name)), [180, 9], dtype=dtype, block_size=block_size)
         check(ours, ours.run(mixed([180, 9], 90)))
@@ -115,21 +116,21 @@ def test_a_custom_encode_runs_in_python_on_whole_blocks_too() -> None:
     class Halved(Stored):
         encode_rule = "custom"
 
-        def encode_k(self, x: torch.Tensor, layer: int, part: int = 0) -> object:  # type: ignore[override]
-            return super().encode_k(x / 2, layer, part)
+        def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:
+            return super().encode(x / 2 if side == "k" else x, side, layer, range_index)
 
     for name in ("int4-block-float", "int8-token-none-tail3-sinks0", "int4-token-float-rotated-sinks4"):
         ours, plain = (paged(shape(), kind(KEEPERS[name], KEEPERS[name]), [45]) for kind in (Halved, Stored))
         check(ours, ours.run([{0: 30}, {0: 15}]))
         plain.run([{0: 45}])
         block = ours.tables[0][0]
-        torch.testing.assert_close(ours.store.planes(0)[0].k_scale[block] * 2, plain.store.planes(0)[0].k_scale[block])
+        torch.testing.assert_close(ours.store.planes(0)[0].k.scale[block] * 2, plain.store.planes(0)[0].k.scale[block])
 
 
 def test_formats_that_keep_raw_rows_need_slots_for_them() -> None:
     ours = paged(shape(), stored_as(KIVI), [8])
-    part = ours.backend._parts[0][0]  # type: ignore[attr-defined]
+    heads = ours.backend._ranges[0][0]  # type: ignore[attr-defined]
     q, k, v = ours.data[0]
     one = torch.ones(1, 1, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="tail_slots"):
-        cpu.attend(q, k, v, part.planes, one, torch.tensor([0, 8]).int(), *(torch.arange(8),) * 2, None, part.formats, 0.25)
+        cpu.attend(q, k, v, heads.tensors, one, torch.tensor([0, 8]).int(), *(torch.arange(8),) * 2, None, heads.formats, 0.25)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from qkv.layout import AttentionMetadata, HeadFormat, LayerShape
 from qkv.policies.quantizer.none import NoneQuantizer
 from qkv_kernels.reference import attend as module
+from qkv_kernels.reference.planes import Plane
 from tests.kernels.paged import CPU, Paged, any_shape, dense, shape
 
 LAYERS = {
@@ -18,9 +19,9 @@ LAYERS = {
     "window": {"window": 7},
     "window of one": {"window": 1},
     "softcap": {"softcap": 3.0},
-    "sinks": {"sinks": True},
+    "sinks": {"sink_logits": True},
     "mla": {"Dk": 24, "Dv": 16},
-    "all": {"H": 1, "G": 5, "Dk": 12, "Dv": 20, "window": 11, "softcap": 5.0, "sinks": True},
+    "all": {"H": 1, "G": 5, "Dk": 12, "Dv": 20, "window": 11, "softcap": 5.0, "sink_logits": True},
 }
 QUANTIZERS = ["none", "fp8", "int8", {"name": "int8", "zero_point": True}, "int8_token", "int4", "rotated"]
 BLOCK_UNIT = [
@@ -68,7 +69,7 @@ def test_equals_dense_attention_over_stored_values(quantizer: object, layer: str
 @pytest.mark.parametrize("bits", [3, 2])
 def test_odd_widths_need_head_dims_they_pack_into(bits: int) -> None:
     quantizer = {"name": "rotated", "bits": bits, "group": 32}
-    paged = Paged(shape(Dk=48, Dv=80, softcap=3.0, sinks=True), quantizer, [60])
+    paged = Paged(shape(Dk=48, Dv=80, softcap=3.0, sink_logits=True), quantizer, [60])
     close(paged.run([{0: 50}, {0: 9}, {0: 1}])[0], paged.expected(0))
     refusal = paged.backend.supports(*paged.quantizer.formats(0)[0][1:], shape(Dk=12 if bits == 3 else 6), 8, CPU)
     assert refusal is not None
@@ -130,10 +131,10 @@ def test_raw_reads_see_this_calls_tokens_unquantized_and_earlier_ones_stored(lay
     paged = Paged(shape(**LAYERS[layer]), "int8_token", [50], reads="raw")
     out = paged.run([{0: 31}, {0: 18}, {0: 1}])[0]
     q, k, v = (x.double() for x in paged.data[0])
-    stored_k, stored_v = paged.stored(0)
+    stored = paged.stored(0)
     for first, last in ((0, 31), (31, 49), (49, 50)):
         now = torch.arange(50)[:, None, None] >= first
-        want = dense(q, torch.where(now, k, stored_k), torch.where(now, v, stored_v), paged.layer, paged.sinks)
+        want = dense(q, torch.where(now, k, stored["k"]), torch.where(now, v, stored["v"]), paged.layer, paged.sink_logits)
         close(out[first:last], want[first:last])
 
 
@@ -147,14 +148,14 @@ def test_long_prefills_and_large_batches_are_split_without_a_trace(monkeypatch: 
         want = Paged(shape(**LAYERS[layer]), "int8", [90, 60, 5]).run(mixed([90, 60, 5], 50))
         with monkeypatch.context() as patch:
             patch.setattr(module, "QUERY_ROWS", 7)
-            patch.setattr(module, "GROUP_ELEMENTS", 10_000)
+            patch.setattr(module, "COHORT_ELEMENTS", 10_000)
             got = Paged(shape(**LAYERS[layer]), "int8", [90, 60, 5]).run(mixed([90, 60, 5], 50))
         for a, b in zip(got, want, strict=True):
             close(a, b.double(), 1e-5)
 
 
 def test_a_window_never_reads_blocks_behind_it() -> None:
-    """Such blocks may belong to somebody else by then."""
+    """Blocks behind the window may belong to another request by then."""
     paged = Paged(shape(window=10), "int8_token", [60])
     paged.step({0: 59})
     paged.store.poison_blocks(paged.tables[0][:6])  # positions 0 to 47; the last token sees 50 to 59
@@ -162,7 +163,7 @@ def test_a_window_never_reads_blocks_behind_it() -> None:
 
 
 def test_head_ranges_of_different_formats_share_a_layer() -> None:
-    """Protected heads: a quantizer may store some heads raw."""
+    """A quantizer may store some heads raw, such as protected ones."""
 
     class Mixed(NoneQuantizer):
         def formats(self, layer: int) -> list[HeadFormat]:
@@ -170,10 +171,7 @@ def test_head_ranges_of_different_formats_share_a_layer() -> None:
             half = raw.__class__(bits=16, storage=torch.float16)
             return [HeadFormat(range(1), half, raw), HeadFormat(range(1, 3), raw, half)]
 
-        def statics(self, layer: int) -> list:
-            return super().statics(layer) * 2
-
-    layer = LayerShape(index=0, H=3, Hq=6, Dk=16, Dv=16, scaling=0.25, sinks=True)
+    layer = LayerShape(index=0, H=3, Hq=6, Dk=16, Dv=16, scaling=0.25, sink_logits=True)
     paged = Paged(layer, Mixed(), [45])
     close(paged.run([{0: 30}, {0: 15}])[0], paged.expected(0))
 
@@ -200,11 +198,10 @@ def test_planes_with_padded_pages_are_read_by_their_strides() -> None:
     want = paged.run([{0: 30}])[0]
     other = Paged(shape(), "int8_token", [30])
 
-    def padded(t: torch.Tensor) -> torch.Tensor:
-        return torch.cat([t, t, t], 1)[:, : t.shape[1]]  # a page is followed by a gap
+    def padded(plane: Plane) -> Plane:
+        codes, scale = (torch.cat([t, t, t], 1)[:, : t.shape[1]] for t in plane.pool)  # a page is followed by a gap
+        return plane._replace(codes=codes, scale=scale)
 
-    other.backend._planes[0] = [  # type: ignore[attr-defined]
-        (heads, *(p._replace(codes=padded(p.codes), scale=padded(p.scale)) for p in planes))
-        for heads, *planes in other.backend._planes[0]  # type: ignore[attr-defined]
-    ]
+    (planes,) = other.backend._planes[0]  # type: ignore[attr-defined]
+    other.backend._planes[0] = [planes._replace(k=padded(planes.k), v=padded(planes.v))]  # type: ignore[attr-defined]
     assert torch.equal(other.run([{0: 30}])[0], want)

@@ -59,6 +59,29 @@ for kind in ("evictor", "preemptor", "allocator"):
     )
 
 
+def test_the_package_itself_is_lean_and_offers_its_names_when_they_are_asked_for() -> None:
+    python(
+        """
+import sys
+import qkv
+assert not {"torch", "transformers", "numpy", "qkv.types"} & set(sys.modules), "import qkv imports more than itself"
+from qkv import SamplingParams
+assert not {"torch", "transformers", "numpy"} & set(sys.modules), "sampling parameters need no torch"
+assert set(qkv.__all__) <= set(dir(qkv))
+from qkv import Engine
+from qkv.engine import Engine as same
+assert Engine is same and SamplingParams is sys.modules["qkv.types"].SamplingParams
+assert all(getattr(qkv, name).__name__ == name for name in qkv.__all__)
+try:
+    qkv.Motor
+except AttributeError as error:
+    assert "offers Engine" in str(error)
+else:
+    raise AssertionError("an unknown name was found")
+"""
+    )
+
+
 def test_the_library_imports_no_command_line_and_no_sinks() -> None:
     blocked = "hydra", "omegaconf", "wandb", "matplotlib", "datasets", "rich"
     python(IMPORT_ALL + f"block{blocked}\nfor name in walk('qkv'):\n    importlib.import_module(name)")

@@ -36,29 +36,29 @@ def snapshot(s: KVStore) -> list[torch.Tensor]:
 
 def test_plane_shapes() -> None:
     (p,) = store().planes(0)
-    assert p.k_codes.shape == (6, 2, 8, 8)
-    assert p.v_codes.shape == (6, 2, 8, 6)
-    assert p.k_scale is not None
-    assert p.k_scale.shape == (6, 2, 8)
-    assert p.k_zero is None
-    assert p.v_scale is not None
-    assert p.v_zero is not None
-    assert p.v_scale.shape == p.v_zero.shape == (6, 2, 8, 3)
+    assert p.k.codes.shape == (6, 2, 8, 8)
+    assert p.v.codes.shape == (6, 2, 8, 6)
+    assert p.k.scale is not None
+    assert p.k.scale.shape == (6, 2, 8)
+    assert p.k.zero is None
+    assert p.v.scale is not None
+    assert p.v.zero is not None
+    assert p.v.scale.shape == p.v.zero.shape == (6, 2, 8, 3)
     a, b = store().planes(1)
     assert (a.heads, b.heads) == (range(1), range(1, 3))
-    assert a.k_codes.shape == (6, 1, 8, 16)
-    assert b.k_scale is None  # static: not in the pool
+    assert a.k.codes.shape == (6, 1, 8, 16)
+    assert b.k.scale is None  # static: not in the pool
 
 
 def test_allocated_bytes_equal_the_formula() -> None:
-    s = store(host_blocks=2)
+    s = store(host_blocks=2, static_bytes=8)
     report = s.memory_report()
     assert sum(t.nbytes for t in tensors(s)) == s.pool_bytes == report["pool_bytes"] == 6 * s.block_bytes
     assert s.block_bytes == block_bytes(LAYERS, FORMATS, 8) == report["null_block_bytes"] == report["kv_bytes_per_token"] * 8
-    assert report["static_bytes"] == 2 * 4  # one float32 scale for each of two fp8 heads
+    assert report["static_bytes"] == 8
     assert report["allocated_bytes"] == report["pool_bytes"] + report["static_bytes"]
     pool_scales = sum(
-        t.nbytes for i in (0, 1) for p in s.planes(i) for t in (p.k_scale, p.k_zero, p.v_scale, p.v_zero) if t is not None
+        t.nbytes for i in (0, 1) for p in s.planes(i) for t in (p.k.scale, p.k.zero, p.v.scale, p.v.zero) if t is not None
     )
     assert report["scale_bytes"] == pool_scales + report["static_bytes"]
     assert report["effective_bits_k"] == (2 * 8 * (8 + 2) + 16 * 16 + 2 * 16 * 8) / (2 * 8 + 3 * 16)
@@ -104,7 +104,7 @@ def test_poison_shows_in_every_plane_but_the_null_block() -> None:
 def test_a_written_null_block_is_found() -> None:
     s = store()
     s.check_null()
-    s.planes(1)[1].v_codes[0, 0, 3, 5] = 1
+    s.planes(1)[1].v.codes[0, 0, 3, 5] = 1
     with pytest.raises(AssertionError, match="layer 1"):
         s.check_null()
 

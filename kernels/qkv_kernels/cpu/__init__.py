@@ -7,23 +7,46 @@ Legend: T rows · R requests · H kv heads · Hq query heads · D head dim · B 
 """
 
 import os
+from typing import NamedTuple
 
 import torch
 
 from qkv_kernels.cpu.build import BuildError, library
-from qkv_kernels.format import STATIC_SCALES, KVFormat
+from qkv_kernels.format import STATIC_SCALES, UNFUSED, KVFormat
 from qkv_kernels.reference.packing import multiple_of
 from qkv_kernels.reference.planes import Plane
 
 __all__ = ["BuildError", "attend", "expand", "format_numbers", "instruction_set", "load", "refusal"]
 
-MAX_GROUP = 32  # query heads per kv head; as in args.h
-_SCALES = ("none", "tensor", "head", "channel", "token", "token_group", "block_channel")
-_ZEROS = ("none", "code", "float")
+MAX_QUERIES_PER_KV_HEAD = 32  # MAX_G in args.h
+SCALES = ("none", "tensor", "head", "channel", "token", "token_group", "block_channel")  # in the order of args.h
+ZEROS = ("none", "code", "float")
 _NOTHING = torch.empty(0)
 
-
 _loaded = False
+
+
+class FormatNumbers(NamedTuple):
+    """What the tensors of a plane do not tell of its format, in the order that ops.cpp reads."""
+
+    scale: int  # place in SCALES
+    zero: int  # place in ZEROS
+    group: int
+    bits: int
+    rotate: int
+
+
+class PlaneTensors(NamedTuple):
+    """K or V of a head range in the order that ops.cpp reads; None where the format has no such tensor."""
+
+    codes: torch.Tensor  # [N, H, B, Dp]
+    scale: torch.Tensor | None  # of the pool, like zero
+    zero: torch.Tensor | None
+    head_scale: torch.Tensor | None  # [H], static
+    channel_scale: torch.Tensor | None  # [H, D], static
+    static_zero: torch.Tensor | None  # [H, D]
+    tail: torch.Tensor | None  # [slots, H, rows, D], like sink
+    sink: torch.Tensor | None
 
 
 def load(path: str | None = None) -> None:
@@ -55,6 +78,8 @@ def instruction_set(asked: str | None = None) -> str:
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
     """None if the kernels read and write this format at head dim D, else the reason."""
+    if fmt.reading == "quantizer":
+        return UNFUSED
     if fmt.raw:
         known = fmt.storage in (torch.float32, torch.bfloat16, torch.float16)
         return None if known else f"the cpu kernels have no raw {fmt.storage}"
@@ -74,13 +99,15 @@ def refusal(fmt: KVFormat, D: int) -> str | None:
 
 
 def format_numbers(fmt: KVFormat) -> list[int]:
-    """What the tensors of a plane do not tell: scale, zero (numbers as in args.h), group, bits, rotation."""
-    return [_SCALES.index(fmt.scale), _ZEROS.index(fmt.zero), fmt.group or 0, fmt.bits, int(fmt.rotate)]
+    """A FormatNumbers as the list that the operator takes."""
+    numbers = FormatNumbers(
+        scale=SCALES.index(fmt.scale), zero=ZEROS.index(fmt.zero), group=fmt.group or 0, bits=fmt.bits, rotate=int(fmt.rotate)
+    )
+    return list(numbers)
 
 
 def expand(plane: Plane, D: int) -> list[torch.Tensor]:
-    """K or V as the operator takes it: codes, scale, zero of the pool; static scale [H], static scale [H, D] and zero [H, D];
-    tail and sink. Empty where absent."""
+    """A PlaneTensors of K or V, whose head dim is D, as the list that the operator takes: an absent tensor has no elements."""
     H = plane.codes.shape[1]
     head = channel = fixed_zero = None
     if plane.fmt.scale in STATIC_SCALES and plane.static_scale is not None:
@@ -91,7 +118,16 @@ def expand(plane: Plane, D: int) -> list[torch.Tensor]:
         if plane.static_zero is not None:
             shaped = plane.static_zero.float() if plane.fmt.scale != "head" else plane.static_zero.float()[:, None]
             fixed_zero = shaped.expand(H, D).contiguous()
-    tensors = (plane.codes, plane.scale, plane.zero, head, channel, fixed_zero, plane.tail, plane.sink)
+    tensors = PlaneTensors(
+        codes=plane.codes,
+        scale=plane.scale,
+        zero=plane.zero,
+        head_scale=head,
+        channel_scale=channel,
+        static_zero=fixed_zero,
+        tail=plane.tail,
+        sink=plane.sink,
+    )
     return [_NOTHING if x is None else x for x in tensors]
 
 
@@ -104,7 +140,7 @@ def attend(
     query_start: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
-    sinks: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
     formats: list[int],
     scaling: float,
     window: int | None = None,
@@ -124,6 +160,6 @@ def attend(
     block size; slower in prefill. Returns [T, Hq, Dv] in q's dtype, zeros for padding rows.
     """
     return torch.ops.qkv_cpu.attend(
-        q, k, v, planes, block_table, query_start, slots, positions, tail_slots, sink_slots, sinks, formats, scaling, window or 0,
-        softcap or 0.0, store, deterministic, isa,
+        q, k, v, planes, block_table, query_start, slots, positions, tail_slots, sink_slots, sink_logits, formats, scaling,
+        window or 0, softcap or 0.0, store, deterministic, isa,
     )  # fmt: skip

@@ -1,7 +1,14 @@
 // Rows of K or V to codes and scales in their slots: the rules of reference/codec.py, operation by operation, so that the
 // bytes are the same. Compiled without contraction of a * b + c, which would round differently.
 #pragma once
-#include "decode.h"
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "args.h"
+#include "pages.h"
+#include "rows.h"
+#include "vec.h"
 
 namespace qkv {
 namespace {
@@ -72,7 +79,8 @@ template <int MANTISSA, int BIAS>
 INLINE VI to_fp8(VF x) {
   constexpr int DROP = 23 - MANTISSA;
   const VI bits = (VI)x, sign = (VI)((VU)bits >> 24) & 128, u = bits & 0x7fffffff;
-  const VF anchor = splat(bits_to_float(uint32_t(127 + 1 - BIAS + DROP) << 23));  // one unit in its last place is the smallest subnormal
+  const VF anchor =
+      splat(bits_to_float(uint32_t(127 + 1 - BIAS + DROP) << 23));  // one unit in its last place is the smallest subnormal
   const VI small = (VI)((VF)u + anchor) - (VI)anchor;
   const VI normal = (u - ((127 - BIAS) << 23) + ((1 << (DROP - 1)) - 1) + ((u >> DROP) & 1)) >> DROP;
   const VI is_small = u < ((128 - BIAS) << 23);
@@ -122,8 +130,7 @@ INLINE void write_codes(const Plane& p, const float* x, char* out) {
     for (int d = 0; d < D; d++) q[d] += 1 << (bits - 1);
     pack_plane(q, D, 0, bits == 3 ? 2 : bits, out);
     if (bits == 3) pack_plane(q, D, 2, 1, out + D / 4);
-  }
-  else
+  } else
     for (int d = 0; d < D; d++) out[d] = char(q[d]);
 }
 
@@ -173,7 +180,9 @@ INLINE void encode(const Plane& p, float* x, int h, int64_t block, int offset, c
   write_codes(p, x, p.codes + block * p.block + h * p.head + offset * p.token);
 }
 
-INLINE const float* of_head(const Plane& p, const float* statics, int h) { return statics ? statics + int64_t(h) * p.D : nullptr; }
+INLINE const float* of_head(const Plane& p, const float* statics, int h) {
+  return statics ? statics + int64_t(h) * p.D : nullptr;
+}
 
 // K and V of rows [row0, row1), of formats that encode rows. Padding rows (slot below B: none, or the null block) write nothing.
 void append(const Call& c, int row0, int row1) {
@@ -195,7 +204,7 @@ void complete(const Call& c, int request, int block, int h) {
     if (!p.tail.data) return;
     const int D = p.D, stride = (D + VL) / VL * VL;
     const int64_t page = c.table[request * c.table_stride + block], at = page * p.s_block + h * p.s_head;
-    arena.reset(size_t(c.B + 4) * stride * 4 + 4096);
+    arena.reset();
     float* x = arena.take<float>(c.B * stride);
     for (int i = 0; i < c.B; i++) {
       load_row(raw_row(c, p, rows, request, block * c.B + i, h), c.dtype, D, x + i * stride);

@@ -7,7 +7,6 @@ Does not know about: what is in the sources.
 ~/.cache, then qkv).
 """
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -20,13 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch.utils.cpp_extension import include_paths
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
 # at::parallel_for is an inline OpenMP region: without this flag it compiles to a loop on one thread, silently.
 OPENMP = "-fopenmp"
-# One object per instruction set, chosen at run time. Other machines than x86-64 get the portable one, for their baseline.
+X86 = platform.machine() in ("x86_64", "AMD64")
+# One object per instruction set, chosen at run time: isa.h says what each is. Other machines than x86-64 get the portable one,
+# for the baseline of their architecture.
 INSTRUCTION_SETS = {
     "portable": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
@@ -67,8 +69,7 @@ def library(extra: tuple[str, ...] = ()) -> Path:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(target.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the second process waits, then finds the library
+        with FileLock(target.with_suffix(".lock")):  # the second process waits, then finds the library
             if not target.exists():
                 print(f"qkv: compiling the CPU kernels with {cxx}, once (about a minute): {target}", file=sys.stderr, flush=True)
                 _build(cxx, version, extra, target)
@@ -79,7 +80,7 @@ def library(extra: tuple[str, ...] = ()) -> Path:
 
 def _build(cxx: str, version: str, extra: tuple[str, ...], target: Path) -> None:
     """Compile every object, side by side, link, and move the result into place in one step."""
-    sets = INSTRUCTION_SETS if platform.machine() in ("x86_64", "AMD64") else {"portable": ()}
+    sets = INSTRUCTION_SETS if X86 else {"portable": ()}
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     headers = [f"-isystem{path}" for path in include_paths()]
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:

@@ -4,13 +4,25 @@
 // Layout of a packed operand: panels of 4 vectors of columns, one step (1 row for Float, a pair for the others) after
 // another. So a step of the product is 4 loads, and one broadcast and 4 multiplications per query.
 #pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "args.h"
 #include "decode.h"
+#include "fold.h"
+#include "pages.h"
+#include "rows.h"
+#include "tiles.h"
+#include "vec.h"
+#include "weights.h"
 
 namespace qkv {
 namespace {
 
-constexpr int MR = VL == 16 ? 6 : 2;     // queries kept in registers
-constexpr int PANELS = TILE / (4 * VL);  // of the keys of a tile
+constexpr int MR = REGISTERS == 32 ? 6 : 2;  // queries that a product serves: 4 sums each, 4 vectors of keys or values, one of q
+constexpr int PANELS = TILE / (4 * VL);      // of the keys of a tile
 
 // out[i] (4 vectors each) = a[i] . b for N queries: a [N][steps] packed weights, b [steps][4] vectors.
 template <class E, int N>
@@ -31,51 +43,23 @@ INLINE void product(const char* a, int64_t a_stride, const char* b, int steps, t
     for (int j = 0; j < 4; j++) out[i][j] = acc[i][j];
 }
 
-template <class E>
+template <class E, int N = MR>
 INLINE void product_n(int n, const char* a, int64_t a_stride, const char* b, int steps, typename E::Acc (*out)[4]) {
-  switch (n) {
-    case 1: return product<E, 1>(a, a_stride, b, steps, out);
-    case 2: return product<E, 2>(a, a_stride, b, steps, out);
-#if VL == 16
-    case 3: return product<E, 3>(a, a_stride, b, steps, out);
-    case 4: return product<E, 4>(a, a_stride, b, steps, out);
-    case 5: return product<E, 5>(a, a_stride, b, steps, out);
-    default: return product<E, 6>(a, a_stride, b, steps, out);
-#endif
+  if constexpr (N > 1) {
+    if (n < N) return product_n<E, N - 1>(n, a, a_stride, b, steps, out);
   }
+  product<E, N>(a, a_stride, b, steps, out);
 }
 
 // 32-bit elements in [TILE][n] -> out [PANELS][n][4 * VL].
-INLINE void transpose(const uint32_t* in, int n, uint32_t* out) {
+INLINE void transpose_tile(const uint32_t* in, int n, uint32_t* out) {
   for (int t = 0; t < TILE; t += VL)
     for (int d = 0; d < n; d += VL) {
       uint32_t* o = out + int64_t(t / (4 * VL)) * n * 4 * VL + t % (4 * VL);
-#if VL == 16
-      __m512i x[16], y[16];
-      for (int i = 0; i < 16; i++) x[i] = load<__m512i>(in + (t + i) * n + d);
-      for (int i = 0; i < 8; i++) {
-        y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-        y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
-      }
-      for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 2; j++) {
-          x[4 * i + 2 * j] = _mm512_unpacklo_epi64(y[4 * i + j], y[4 * i + 2 + j]);
-          x[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(y[4 * i + j], y[4 * i + 2 + j]);
-        }
-      for (int i = 0; i < 4; i++) {  // x[4 b + i] holds column i of each 128-bit lane, rows 4 b to 4 b + 3
-        y[i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0x88), y[4 + i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0xdd);
-        y[8 + i] = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0x88), y[12 + i] = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0xdd);
-      }
-      for (int i = 0; i < 4; i++) {
-        store(o + (d + i) * 4 * VL, _mm512_shuffle_i32x4(y[i], y[8 + i], 0x88));
-        store(o + (d + 8 + i) * 4 * VL, _mm512_shuffle_i32x4(y[i], y[8 + i], 0xdd));
-        store(o + (d + 4 + i) * 4 * VL, _mm512_shuffle_i32x4(y[4 + i], y[12 + i], 0x88));
-        store(o + (d + 12 + i) * 4 * VL, _mm512_shuffle_i32x4(y[4 + i], y[12 + i], 0xdd));
-      }
-#else
-      for (int i = 0; i < VL; i++)
-        for (int j = 0; j < VL; j++) o[(d + j) * 4 * VL + i] = in[(t + i) * n + d + j];
-#endif
+      VU square[VL];
+      for (int i = 0; i < VL; i++) square[i] = load<VU>(in + (t + i) * n + d);
+      transpose(square);
+      for (int i = 0; i < VL; i++) store(o + (d + i) * 4 * VL, square[i]);
     }
 }
 
@@ -90,7 +74,7 @@ void layout_keys(RowPointers rows, int64_t at, int D, char* rows_out, char* out)
       R::load(rows[t] + at, c, D, key);
       for (int u = 0; u < E::VECS; u++) store(rows_out + t * row + (c * E::VECS + u) * sizeof key[0], key[u]);
     }
-  transpose((const uint32_t*)rows_out, row / 4, (uint32_t*)out);
+  transpose_tile((const uint32_t*)rows_out, row / 4, (uint32_t*)out);
 }
 
 template <class R>
@@ -143,11 +127,11 @@ struct ExtendOps {
   void (*scores)(const char*, int, int, const char*, float*);
   void (*pack_values)(RowPointers, int64_t, int, char*);
   void (*outputs)(const char*, int, int, const char*, const float*, const float*, float*);
-  ExtendOps(const Call& c, const Plan& plan) {
+  ExtendOps(const Call& c, const Reading& reading) {
     const auto keys = [&](auto r) { pack_keys = layout_keys<decltype(r)>, scores = all_scores<decltype(r)>; };
     const auto values = [&](auto r) { pack_values = layout_values<decltype(r)>, outputs = all_outputs<decltype(r)>; };
-    plan.k_rows ? with_rows(c.dtype, keys) : void(with_reader(c.K, c.dtype, keys));
-    plan.v_rows ? with_rows(c.dtype, values) : void(with_reader(c.V, c.dtype, values));
+    reading.k_rows ? with_rows(c.dtype, keys) : void(with_reader(c.K, c.dtype, keys));
+    reading.v_rows ? with_rows(c.dtype, values) : void(with_reader(c.V, c.dtype, values));
   }
 };
 
@@ -155,13 +139,12 @@ struct ExtendOps {
 void extend_segment(const Call& c, const Block& b, const Segment& segment, float* parts) {
   static thread_local Arena arena;
   const Plane &K = c.K, &V = c.V;
-  const Plan plan(c, false);
-  const ExtendOps ops(c, plan);
-  const int n = (b.r1 - b.r0) * c.G, q_bytes = plan.key.bytes(K.D), floats = plan.value.floats(V.D);
+  const Reading reading(c, false);
+  const ExtendOps ops(c, reading);
+  const int n = (b.r1 - b.r0) * c.G, q_bytes = reading.key.bytes(K.D), floats = reading.value.floats(V.D);
   const int k_stride = (K.D + 15) & ~15, v_stride = (V.D + 15) & ~15, k_packed = TILE * q_bytes;
   const int v_packed = TILE * floats * 4;  // at most
-  arena.reset(size_t(n) * (q_bytes + floats * 4 + sizeof(Query) + TILE * 8 + 8) + sizeof(Tile) + 4 * TILE * 4 + 2 * k_packed +
-              v_packed + (TILE * (k_stride + v_stride) + 2 * VL) * 4 + K.D * 4 + 4096);
+  arena.reset();
   char* q = arena.take<char>(n * q_bytes);
   float* acc = arena.take<float>(n * floats);
   Query* query = arena.take<Query>(n);
@@ -178,16 +161,16 @@ void extend_segment(const Call& c, const Block& b, const Segment& segment, float
     load_row(c.q, c.dtype, b.r0 + i / c.G, b.h * c.G + i % c.G, K.D, one);
     if (K.rotate) hadamard(one, K.D);
     fold(K, b.h, one, query[i]);
-    query[i].factor *= plan.key.prepare(one, K.D, q + i * q_bytes);
+    query[i].factor *= reading.key.prepare(one, K.D, q + i * q_bytes);
   }
   for (int start = segment.first / TILE * TILE; start < segment.last; start += TILE) {
     tile.find(c, b.request, start, segment.first, segment.last, b.h);
     const KeyScales s = key_scales(c, tile, b.h, scales);
     const char *k_to[TILE], *v_to[TILE];
-    if (plan.k_rows) dequantize(K, c.dtype, tile.k, tile, b.h, k_rows, k_stride, k_to);
-    if (plan.v_rows) dequantize(V, c.dtype, tile.v, tile, b.h, v_rows, v_stride, v_to);
-    ops.pack_keys(plan.k_rows ? k_to : tile.k, plan.k_rows ? 0 : b.h * K.head, K.D, k_rows_packed, keys);
-    ops.pack_values(plan.v_rows ? v_to : tile.v, plan.v_rows ? 0 : b.h * V.head, V.D, values);
+    if (reading.k_rows) dequantize(K, c.dtype, tile.k, tile, b.h, k_rows, k_stride, k_to);
+    if (reading.v_rows) dequantize(V, c.dtype, tile.v, tile, b.h, v_rows, v_stride, v_to);
+    ops.pack_keys(reading.k_rows ? k_to : tile.k, reading.k_rows ? 0 : b.h * K.head, K.D, k_rows_packed, keys);
+    ops.pack_values(reading.v_rows ? v_to : tile.v, reading.v_rows ? 0 : b.h * V.head, V.D, values);
     int from = 0;  // earlier rows see no key of this tile
     while (c.positions[b.r0 + from / c.G] < start) from += c.G;
     ops.scores(q + from * q_bytes, n - from, K.D, keys, x + from * TILE);
@@ -201,12 +184,13 @@ void extend_segment(const Call& c, const Block& b, const Segment& segment, float
         fade[i] = 1.f;
       } else
         fade[i] = weigh(c, s, t0, t1, query[i], w);
-      factor[i] = plan.value.pack(w, TILE, packed + i * TILE * plan.value.bytes);
+      factor[i] = reading.value.pack(w, TILE, packed + i * TILE * reading.value.bytes);
     }
-    ops.outputs(packed + from * TILE * plan.value.bytes, n - from, V.D, values, factor + from, fade + from, acc + from * floats);
+    ops.outputs(packed + from * TILE * reading.value.bytes, n - from, V.D, values, factor + from, fade + from,
+                acc + from * floats);
   }
   for (int i = 0; i < n; i++, parts += 2 + V.D) {
-    plan.value.unpermute(acc + i * floats, V.D, parts + 2);
+    reading.value.unpermute(acc + i * floats, V.D, parts + 2);
     unfold(V, b.h, query[i], parts + 2);
     parts[0] = query[i].best, parts[1] = query[i].total;
   }

@@ -33,23 +33,26 @@ struct Norm {  // y = x / rms(x) * (weight + offset); with `add`, first x += sca
 struct Rope {  // of the first `normed` heads q and then k of qkv [T, heads, D]: RMS norm where there are weights, then RoPE
   bool bf16;
   void* qkv;
-  const void *cos, *sin;          // [T, turned]
+  const void *cos, *sin;            // [T, turned]
   const void *q_weight, *k_weight;  // [D] or null
   int64_t heads, query_heads, turning_heads, D, turned;
   float eps, offset;
 };
 
-struct Frame {
-  const char* name;
-  int64_t height, width;  // rows and vectors-wide outputs of a block
+struct FrameKernels {
+  int64_t height, width;                                                           // rows and vectors-wide outputs of a block
   void (*linear)(const Linear&, int64_t n0, int64_t n, int64_t t0, int64_t rows);  // n <= WIDE
   // The same for many rows, from packed operands: words(K) words of 4 bytes per row, in blocks of `height` rows and 2 `width`
   // weight rows.
   void (*pack_rows)(const Linear&, int64_t t0, int64_t rows, uint32_t* packed);  // rows <= height
   void (*pack_weights)(const Linear&, int64_t n0, int64_t n, uint32_t* packed);  // n <= outputs(call)
   void (*block)(const Linear&, const uint32_t* x, const uint32_t* w, int64_t n0, int64_t n, int64_t t0, int64_t rows);
-  void (*norm)(const Norm&, int64_t begin, int64_t end);                           // rows
+  void (*norm)(const Norm&, int64_t begin, int64_t end);  // rows
   void (*rope)(const Rope&, int64_t begin, int64_t end);
 };
+
+const FrameKernels* portable_frame();
+const FrameKernels* avx2_frame();
+const FrameKernels* avx512_frame();
 
 }  // namespace qkv

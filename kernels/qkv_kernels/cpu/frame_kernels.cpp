@@ -8,21 +8,20 @@
 // Many rows repay packing a panel of weights on the fly: then a vector holds as many outputs, every element of x meets it as
 // a broadcast, and no sums across lanes are left. Its order of adding up is another one.
 #include <algorithm>
-#include <utility>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "frame_args.h"
+#include "isa.h"
 #include "vec.h"
 
 namespace qkv {
 namespace {
 
-constexpr int COLS = 4;
-#if VL == 16 || defined(__aarch64__)
-constexpr int ROWS = 6;  // 24 sums, 4 vectors of w and one of x, of 32 registers
-#else
-constexpr int ROWS = 2;  // of 16 registers
-#endif
+constexpr int COLS = 4;                        // as many as sum4() takes
+constexpr int ROWS = REGISTERS == 32 ? 6 : 2;  // with 32 registers 24 hold sums, 4 vectors of w and one of x
 static_assert(TALL % ROWS == 0);
 
 struct Bf16 {
@@ -35,7 +34,7 @@ INLINE VF get(const float* p) { return load<VF>(p); }
 INLINE VF get(const Bf16* p) { return (VF)(__builtin_convertvector(load<V16>(p), VU) << 16); }
 INLINE void put(float* p, VF x) { store(p, x); }
 INLINE void put(Bf16* p, VF x) {
-#if defined(__AVX512BF16__)
+#if defined(QKV_AVX512)
   store(p, _mm512_cvtneps_pbh(x));
 #else
   const VU u = (VU)x, rounded = (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
@@ -64,20 +63,6 @@ INLINE void over(int64_t n, const Whole& whole, const Part& part) {
   if (i < n) part(i, int(n - i));
 }
 
-// One step of a transposition: exchanges the off-diagonal quarters of every square of 2 N x 2 N.
-template <int N, size_t... I>
-INLINE void exchange(VU& a, VU& b, std::index_sequence<I...>) {
-  const VU low = __builtin_shufflevector(a, b, (int(I) / N % 2 ? VL + int(I) - N : int(I))...);
-  b = __builtin_shufflevector(a, b, (int(I) / N % 2 ? VL + int(I) : int(I) + N)...);
-  a = low;
-}
-template <int N = VL / 2>
-INLINE void transpose(VU (&tile)[VL]) {
-  for (int i = 0; i < VL; i++)
-    if (!(i & N)) exchange<N>(tile[i], tile[i + N], std::make_index_sequence<VL>());
-  if constexpr (N > 1) transpose<N / 2>(tile);
-}
-
 // -- dot products --------------------------------------------------------------------------------------------------------
 
 // One step along K: WIDTH elements of a row of x times those of a row of w, added to VL partial sums.
@@ -93,7 +78,7 @@ struct Step<float> {
 template <>
 struct Step<Bf16> {
   static constexpr int WIDTH = 2 * VL;
-#if defined(__AVX512BF16__)
+#if defined(QKV_AVX512)
   static FORCE VF mac(VF acc, VF a, VF b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
 #else
   static FORCE VF mac(VF acc, VF a, VF b) {
@@ -108,19 +93,6 @@ INLINE VF raw_part(const T* p, int64_t n) {
   VF v = {};
   memcpy(&v, p, n * sizeof(T));
   return v;
-}
-
-// out[i] = sum of the lanes of a[i]
-INLINE void sum4(const VF (&a)[COLS], float* out) {
-#if VL == 16  // transposed while adding: 13 instructions for four sums
-  const __m512 ab = _mm512_unpacklo_ps(a[0], a[1]) + _mm512_unpackhi_ps(a[0], a[1]);
-  const __m512 cd = _mm512_unpacklo_ps(a[2], a[3]) + _mm512_unpackhi_ps(a[2], a[3]);
-  const __m512 all = (__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd) + (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
-  const __m256 half = _mm512_castps512_ps256(all) + (__m256)_mm512_extractf64x4_pd((__m512d)all, 1);
-  _mm_storeu_ps(out, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
-#else
-  for (int i = 0; i < COLS; i++) out[i] = hsum(a[i]);
-#endif
 }
 
 // sums[r * WIDE + c] = x[r] . w[c] for R rows of x and COLS rows of w. FETCH: bring in the weights after next, in the pass
@@ -214,11 +186,7 @@ void linear(const Linear& c, int64_t n0, int64_t n, int64_t t0, int64_t rows) {
 
 // -- many rows -----------------------------------------------------------------------------------------------------------
 
-#if VL == 16 || defined(__aarch64__)
-constexpr int HEIGHT = 12;  // times two vectors of sums, two of weights and one of x, of 32 registers
-#else
-constexpr int HEIGHT = 4;  // of 16
-#endif
+constexpr int HEIGHT = REGISTERS == 32 ? 12 : 4;  // times two vectors of sums; two of weights and one of x
 static_assert(TALL % HEIGHT == 0 && HEIGHT % std::min(VL, HEIGHT) == 0);
 
 // Calls put(i, word i) for the words of a row of K elements, beginning with `from`.
@@ -327,9 +295,7 @@ void normalize(const X* x, const W* weight, float offset, float eps, int64_t n, 
   const float scale = 1.f / sqrtf(hsum(squares) / n + eps);
   over(
       n, [&](int64_t i) { put(y + i, get(x + i) * scale * (get(weight + i) + offset)); },
-      [&](int64_t i, int part) {
-        put_part(y + i, get_part(x + i, part) * scale * (get_part(weight + i, part) + offset), part);
-      });
+      [&](int64_t i, int part) { put_part(y + i, get_part(x + i, part) * scale * (get_part(weight + i, part) + offset), part); });
 }
 
 template <class T>
@@ -356,7 +322,9 @@ void rope_typed(const Rope& c, int64_t begin, int64_t end) {
   std::vector<float> buffer(c.D + 2 * c.turned);
   float *head = buffer.data(), *cos = head + c.D, *sin = cos + c.turned;
   const auto copy = [](float* to, const T* from, int64_t n) {
-    over(n, [&](int64_t i) { put(to + i, get(from + i)); }, [&](int64_t i, int part) { put_part(to + i, get_part(from + i, part), part); });
+    over(
+        n, [&](int64_t i) { put(to + i, get(from + i)); },
+        [&](int64_t i, int part) { put_part(to + i, get_part(from + i, part), part); });
   };
   for (int64_t t = begin; t < end; t++) {
     copy(cos, static_cast<const T*>(c.cos) + t * c.turned, c.turned);
@@ -381,14 +349,9 @@ void rope(const Rope& c, int64_t begin, int64_t end) {
 
 }  // namespace
 
-#define JOIN(a, b) a##b
-#define NAME(isa) JOIN(isa, _frame)
-#define TEXT(a) #a
-#define QUOTED(a) TEXT(a)
-
-const Frame* NAME(QKV_ISA)() {
-  static const Frame frame = {QUOTED(QKV_ISA), HEIGHT, VL, linear, pack_rows, pack_weights, block, norm, rope};
-  return &frame;
+const FrameKernels* QKV_OF_ISA(frame)() {
+  static const FrameKernels kernels = {HEIGHT, VL, linear, pack_rows, pack_weights, block, norm, rope};
+  return &kernels;
 }
 
 }  // namespace qkv

@@ -1,26 +1,21 @@
 // The operators of the model frame: checks, outputs, threads. The arithmetic is in frame_kernels.cpp.
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <vector>
 
 #include "frame_args.h"
 
 namespace qkv {
-
-const Frame* portable_frame();
-#if defined(__x86_64__)
-const Frame* avx2_frame();
-const Frame* avx512_frame();
-#endif
-
 namespace {
 
-const Frame* frame_of(c10::string_view isa) {
+const FrameKernels* frame_of(c10::string_view isa) {
 #if defined(__x86_64__)
   if (isa == "avx512") return avx512_frame();
   if (isa == "avx2") return avx2_frame();
@@ -35,7 +30,8 @@ constexpr int64_t NARROW = 16;          // outputs
 constexpr int64_t ROWS_PER_THREAD = 8;  // of row-wise work: less is not worth waking a thread for
 
 void check(const at::Tensor& t, const at::Tensor& x, int64_t dim, const char* name) {
-  TORCH_CHECK(t.is_cpu() && t.is_contiguous() && t.dim() == dim, name, " must be a contiguous CPU tensor of ", dim, " dimensions");
+  TORCH_CHECK(t.is_cpu() && t.is_contiguous() && t.dim() == dim, name, " must be a contiguous CPU tensor of ", dim,
+              " dimensions");
   TORCH_CHECK(t.scalar_type() == x.scalar_type(), name, " is ", t.scalar_type(), " but x is ", x.scalar_type());
 }
 
@@ -84,7 +80,7 @@ void each_task(std::vector<Panel>& panels, int64_t wide, int64_t down, const Wor
 }
 
 // run() for many rows: x is packed once, a panel of weights by the thread that takes its first block of rows.
-void run_packed(const Frame* frame, std::vector<Panel>& panels, int64_t T) {
+void run_packed(const FrameKernels* frame, std::vector<Panel>& panels, int64_t T) {
   const Linear& any = panels[0].call;
   const int64_t count = words(any), height = frame->height, outputs = any.up ? frame->width : 2 * frame->width;
   const int64_t blocks = (T + height - 1) / height, each = TALL / height, down = (blocks + each - 1) / each;
@@ -95,8 +91,8 @@ void run_packed(const Frame* frame, std::vector<Panel>& panels, int64_t T) {
     for (int64_t b = begin; b < end; b++) frame->pack_rows(any, b * height, rows(b), x + b * count * height);
   });
   each_task(panels, outputs, down, [&] {
-    return [&, w = std::vector<uint32_t>(2 * frame->width * count)](
-               const Linear& call, int64_t n0, int64_t n, int64_t part, bool other_weights) mutable {
+    return [&, w = std::vector<uint32_t>(2 * frame->width * count)](const Linear& call, int64_t n0, int64_t n, int64_t part,
+                                                                    bool other_weights) mutable {
       if (other_weights) frame->pack_weights(call, n0, n, w.data());
       for (int64_t b = part * each; b < std::min(blocks, (part + 1) * each); b++)
         frame->block(call, x + b * count * height, w.data(), n0, n, b * height, rows(b));
@@ -105,7 +101,7 @@ void run_packed(const Frame* frame, std::vector<Panel>& panels, int64_t T) {
 }
 
 // All outputs of all panels for all T rows. alike: a row's result does not depend on T.
-void run(const Frame* frame, std::vector<Panel>& panels, int64_t T, bool alike) {
+void run(const FrameKernels* frame, std::vector<Panel>& panels, int64_t T, bool alike) {
   if (T >= MANY && !alike) return run_packed(frame, panels, T);
   each_task(panels, T <= FEW ? NARROW : WIDE, (T + TALL - 1) / TALL, [&] {
     return [&](const Linear& call, int64_t n0, int64_t n, int64_t part, bool) {
@@ -114,7 +110,7 @@ void run(const Frame* frame, std::vector<Panel>& panels, int64_t T, bool alike) 
   });
 }
 
-void run(const Frame* frame, const Norm& call, int64_t T) {
+void run(const FrameKernels* frame, const Norm& call, int64_t T) {
   at::parallel_for(0, T, ROWS_PER_THREAD, [&](int64_t begin, int64_t end) { frame->norm(call, begin, end); });
 }
 
@@ -137,7 +133,14 @@ at::Tensor linear(const at::Tensor& x, at::TensorList weights, at::TensorList bi
   for (size_t i = 0; i < weights.size(); i++) {
     const auto& w = weights[i];
     const void* bias = biases.empty() ? nullptr : biases[i].const_data_ptr();
-    panels.push_back({{is_bf16(x), x.const_data_ptr(), w.const_data_ptr(), nullptr, bias, y, x.size(1), width, SILU}, w.size(0), 0});
+    const Linear call{.bf16 = is_bf16(x),
+                      .x = x.const_data_ptr(),
+                      .w = w.const_data_ptr(),
+                      .bias = bias,
+                      .y = y,
+                      .K = x.size(1),
+                      .stride = width};
+    panels.push_back({call, w.size(0), 0});
     y += w.size(0) * w.element_size();
   }
   run(frame_of(isa), panels, x.size(0), alike);
@@ -145,49 +148,66 @@ at::Tensor linear(const at::Tensor& x, at::TensorList weights, at::TensorList bi
 }
 
 // activation(x gate^T) * (x up^T): x [T, K], gate and up [N, K] -> [T, N]; alike: as in linear
-at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& up, int64_t activation, bool alike, c10::string_view isa) {
+at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& up, int64_t activation, bool alike,
+                        c10::string_view isa) {
   check_projection(x, gate, "gate");
   check_projection(x, up, "up");
   TORCH_CHECK(gate.size(0) == up.size(0), "gate and up must have as many outputs");
   TORCH_CHECK(activation >= SILU && activation <= GELU, "activation ", activation, " is not known");
   auto out = at::empty({x.size(0), gate.size(0)}, x.options());
-  const Linear call{is_bf16(x), x.const_data_ptr(), gate.const_data_ptr(), up.const_data_ptr(), nullptr, out.mutable_data_ptr(),
-                    x.size(1), gate.size(0), static_cast<Activation>(activation)};
+  const Linear call{.bf16 = is_bf16(x),
+                    .x = x.const_data_ptr(),
+                    .w = gate.const_data_ptr(),
+                    .up = up.const_data_ptr(),
+                    .y = out.mutable_data_ptr(),
+                    .K = x.size(1),
+                    .stride = gate.size(0),
+                    .activation = static_cast<Activation>(activation)};
   std::vector<Panel> panels{{call, gate.size(0), 0}};
   run(frame_of(isa), panels, x.size(0), alike);
   return out;
 }
 
 // x / rms(x) * (weight + offset), by rows: x [T, K], weight [K] -> [T, K]
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, double offset,
-    c10::string_view isa) {
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, double offset, c10::string_view isa) {
   check_rows(x, weight, "weight");
   auto out = at::empty_like(x);
-  void* rows = const_cast<void*>(x.const_data_ptr());  // written only when something is added
-  run(frame_of(isa), Norm{is_bf16(x), rows, nullptr, weight.const_data_ptr(), out.mutable_data_ptr(), x.size(1), 1, float(eps), float(offset)}, x.size(0));
+  const Norm call{.bf16 = is_bf16(x),
+                  .x = const_cast<void*>(x.const_data_ptr()),  // written only when something is added
+                  .weight = weight.const_data_ptr(),
+                  .y = out.mutable_data_ptr(),
+                  .K = x.size(1),
+                  .eps = float(eps),
+                  .offset = float(offset)};
+  run(frame_of(isa), call, x.size(0));
   return out;
 }
 
 // residual += scale * x, in place; returns rms_norm(residual)
-at::Tensor add_rms_norm(
-    at::Tensor& residual, const at::Tensor& x, double scale, const at::Tensor& weight, double eps, double offset,
-    c10::string_view isa) {
+at::Tensor add_rms_norm(at::Tensor& residual, const at::Tensor& x, double scale, const at::Tensor& weight, double eps,
+                        double offset, c10::string_view isa) {
   check_rows(x, weight, "weight");
   check(residual, x, 2, "residual");
   TORCH_CHECK(residual.sizes() == x.sizes(), "residual and x must be of one shape");
   auto out = at::empty_like(x);
-  const Norm call{is_bf16(x), residual.mutable_data_ptr(), x.const_data_ptr(), weight.const_data_ptr(), out.mutable_data_ptr(),
-                  x.size(1), float(scale), float(eps), float(offset)};
+  const Norm call{.bf16 = is_bf16(x),
+                  .x = residual.mutable_data_ptr(),
+                  .add = x.const_data_ptr(),
+                  .weight = weight.const_data_ptr(),
+                  .y = out.mutable_data_ptr(),
+                  .K = x.size(1),
+                  .scale = float(scale),
+                  .eps = float(eps),
+                  .offset = float(offset)};
   run(frame_of(isa), call, x.size(0));
   return out;
 }
 
 // Per head of q and k within qkv [T, (query_heads + 2 kv_heads) D], in place: RMS norm where weights [D] are given, then
 // RoPE by cos and sin [T, turned <= D], whose second half belongs to the second half of the elements. v stays as it is.
-void norm_rope(
-    at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, int64_t query_heads, int64_t kv_heads,
-    const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm, double eps, double offset,
-    c10::string_view isa) {
+void norm_rope(at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, int64_t query_heads, int64_t kv_heads,
+               const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm, double eps, double offset,
+               c10::string_view isa) {
   check(qkv, qkv, 2, "qkv");
   check(cos, qkv, 2, "cos");
   check(sin, qkv, 2, "sin");
@@ -200,10 +220,20 @@ void norm_rope(
       check(*w, qkv, 1, "norm weight");
       TORCH_CHECK(w->size(0) == D, "norm weight has ", w->size(0), " elements for a head of ", D);
     }
-  const Rope call{is_bf16(qkv), qkv.mutable_data_ptr(), cos.const_data_ptr(), sin.const_data_ptr(),
-                  q_norm ? q_norm->const_data_ptr() : nullptr, k_norm ? k_norm->const_data_ptr() : nullptr,
-                  heads, query_heads, query_heads + kv_heads, D, turned, float(eps), float(offset)};
-  const Frame* frame = frame_of(isa);
+  const Rope call{.bf16 = is_bf16(qkv),
+                  .qkv = qkv.mutable_data_ptr(),
+                  .cos = cos.const_data_ptr(),
+                  .sin = sin.const_data_ptr(),
+                  .q_weight = q_norm ? q_norm->const_data_ptr() : nullptr,
+                  .k_weight = k_norm ? k_norm->const_data_ptr() : nullptr,
+                  .heads = heads,
+                  .query_heads = query_heads,
+                  .turning_heads = query_heads + kv_heads,
+                  .D = D,
+                  .turned = turned,
+                  .eps = float(eps),
+                  .offset = float(offset)};
+  const FrameKernels* frame = frame_of(isa);
   at::parallel_for(0, qkv.size(0), ROWS_PER_THREAD, [&](int64_t begin, int64_t end) { frame->rope(call, begin, end); });
 }
 

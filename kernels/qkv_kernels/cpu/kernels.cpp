@@ -1,15 +1,15 @@
-// Compiled once per instruction set; see build.py for the flags.
+// The attention kernels of one instruction set: compiled once for each, see build.py for the flags.
 #include "append.h"
+#include "args.h"
+#include "decode.h"
 #include "extend.h"
-
-#define JOIN(a, b) a##b
-#define NAME(isa) JOIN(isa, _kernels)
-#define TEXT(a) #a
-#define QUOTED(a) TEXT(a)
+#include "isa.h"
 
 namespace qkv {
-const Kernels* NAME(QKV_ISA)() {
-  static const Kernels kernels = {QUOTED(QKV_ISA), append, complete, decode, merge, extend};
+
+const Kernels* QKV_OF_ISA(kernels)() {
+  static const Kernels kernels = {append, complete, decode, merge, extend};
   return &kernels;
 }
+
 }  // namespace qkv

@@ -6,9 +6,17 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "args.h"
+#include "isa.h"
+#include "protocol.h"
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -25,18 +33,6 @@ const Kernels* kernels(const std::string& isa) {
 #endif
   TORCH_CHECK(isa == "portable", "no kernels for instruction set '", isa, "'");
   return portable_kernels();
-}
-
-// The best instruction set of this machine that was compiled in.
-std::string best_isa() {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
-      __builtin_cpu_supports("avx512bf16"))
-    return "avx512";
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return "avx2";
-#endif
-  return "portable";
 }
 
 Code code_of(at::ScalarType type, int64_t bits = 4) {
@@ -58,25 +54,28 @@ Rows rows_of(const Tensor& x) {  // [T, heads, D]
 }
 
 const float* floats_of(const Tensor& x) {
-  TORCH_CHECK(!x.defined() || x.numel() == 0 || (x.scalar_type() == at::kFloat && x.is_contiguous()), "statics must be contiguous float32");
+  TORCH_CHECK(!x.defined() || x.numel() == 0 || (x.scalar_type() == at::kFloat && x.is_contiguous()),
+              "statics must be contiguous float32");
   return x.numel() ? x.const_data_ptr<float>() : nullptr;
 }
 
 RawRows raw_of(const Tensor& x, int H, int D, at::ScalarType dtype) {
   if (!x.numel()) return {};
-  TORCH_CHECK(x.dim() == 4 && x.size(1) == H && x.size(3) == D && x.stride(3) == 1, "tails and sinks must be [slots, H, rows, D] with unit stride of D");
+  TORCH_CHECK(x.dim() == 4 && x.size(1) == H && x.size(3) == D && x.stride(3) == 1,
+              "tails and sinks must be [slots, H, rows, D] with unit stride of D");
   TORCH_CHECK(x.scalar_type() == dtype, "tails and sinks must have the dtype of q, ", dtype, ", not ", x.scalar_type());
   const int64_t size = x.element_size();
   return {(char*)x.data_ptr(), x.stride(0) * size, x.stride(1) * size, x.stride(2) * size, int(x.size(2))};
 }
 
-// planes: codes, scale, zero, head_scale [H], channel_scale [H, D], static_zero [H, D], tail, sink; empty where absent.
-Plane plane_of(const Tensor* planes, at::IntArrayRef format, int D, at::ScalarType dtype) {
-  const Tensor &codes = planes[0], &scale = planes[1], &zero = planes[2];
+// planes: codes, scale and zero of the pool; head_scale [H], channel_scale [H, D], static_zero [H, D]; empty where absent.
+Plane plane_of(at::TensorList planes, at::IntArrayRef format, int D, at::ScalarType dtype) {
+  const Tensor &codes = planes[CODES], &scale = planes[SCALES], &zero = planes[ZEROS];
   TORCH_CHECK(codes.dim() == 4 && codes.stride(3) == 1, "codes must be [N, H, B, Dp] with unit stride of Dp");
   Plane p{};
-  p.code = code_of(codes.scalar_type(), format[3]);
-  p.scale = Scale(format[0]), p.zero = Zero(format[1]), p.group = int(format[2]), p.rotate = format[4], p.D = D;
+  p.code = code_of(codes.scalar_type(), format[BITS]);
+  p.scale = Scale(format[SCALE_KIND]), p.zero = Zero(format[ZERO_KIND]), p.group = int(format[GROUP_SIZE]);
+  p.rotate = format[ROTATE], p.D = D;
   TORCH_CHECK(codes.size(3) * codes.element_size() == p.row_bytes(), "codes of ", codes.size(3), " elements for head dim ", D);
   p.codes = (char*)codes.data_ptr();
   p.block = codes.stride(0) * codes.element_size();
@@ -85,7 +84,8 @@ Plane plane_of(const Tensor* planes, at::IntArrayRef format, int D, at::ScalarTy
   if (scale.numel()) {
     const auto type = scale.scalar_type();
     TORCH_CHECK(type == at::kHalf || type == at::kFloat, "scales must be float16 or float32, not ", type);
-    TORCH_CHECK(!zero.numel() || (zero.strides() == scale.strides() && zero.scalar_type() == type), "zeros must lie like their scales");
+    TORCH_CHECK(!zero.numel() || (zero.strides() == scale.strides() && zero.scalar_type() == type),
+                "zeros must lie like their scales");
     TORCH_CHECK((scale.dim() == 3 && p.scale == TOKEN) || scale.stride(-1) == 1, "scales of one row or block must be neighbours");
     p.half_scale = type == at::kHalf;
     p.scales = (char*)scale.data_ptr();
@@ -95,8 +95,9 @@ Plane plane_of(const Tensor* planes, at::IntArrayRef format, int D, at::ScalarTy
     p.s_token = scale.stride(2) * scale.element_size();
   }
   TORCH_CHECK((p.scale < TOKEN) == !p.scales, "a pool scale goes with token, token_group and block_channel formats only");
-  p.head_scale = floats_of(planes[3]), p.channel_scale = floats_of(planes[4]), p.static_zero = floats_of(planes[5]);
-  p.tail = raw_of(planes[6], int(codes.size(1)), D, dtype), p.sink = raw_of(planes[7], int(codes.size(1)), D, dtype);
+  p.head_scale = floats_of(planes[HEAD_SCALE]), p.channel_scale = floats_of(planes[CHANNEL_SCALE]);
+  p.static_zero = floats_of(planes[STATIC_ZERO]);
+  p.tail = raw_of(planes[TAIL], int(codes.size(1)), D, dtype), p.sink = raw_of(planes[SINK], int(codes.size(1)), D, dtype);
   TORCH_CHECK(p.tail.rows % codes.size(2) == 0, "a tail of ", p.tail.rows, " rows is not whole blocks of ", codes.size(2));
   TORCH_CHECK(p.scale != BLOCK_CHANNEL || p.tail.data, "block_channel formats need a tail");
   return p;
@@ -165,7 +166,8 @@ void keep_raw(const Call& c, bool first) {
 
 void encode_rows(const Call& c, const Kernels* isa) {
   if (!c.K.tail.data || !c.V.tail.data)
-    at::parallel_for(0, c.T, std::max<int64_t>(1, 16384 / (c.H * (c.K.D + c.V.D))), [&](int64_t a, int64_t b) { isa->append(c, int(a), int(b)); });
+    at::parallel_for(0, c.T, std::max<int64_t>(1, 16384 / (c.H * (c.K.D + c.V.D))),
+                     [&](int64_t a, int64_t b) { isa->append(c, int(a), int(b)); });
   if (!c.K.tail.data && !c.V.tail.data) return;
   std::vector<std::pair<int, int>> full;  // request, block: of those that this call completes
   for (int r = 0; r < c.R; r++)
@@ -175,7 +177,7 @@ void encode_rows(const Call& c, const Kernels* isa) {
   share(full.size() * c.H, [&](int64_t i) { isa->complete(c, full[i / c.H].first, full[i / c.H].second, int(i % c.H)); });
 }
 
-constexpr int ROWS_TIMES_GROUP = 96;  // query vectors that share a dequantized tile
+constexpr int ROWS_TIMES_G = 96;  // query vectors that share a dequantized tile
 
 struct Pending {  // units of one row and group of kv heads, whose parts are still to be merged
   int row, h0, h1, first_unit, units;
@@ -201,7 +203,8 @@ void attend_rows(const Call& c, const Kernels* isa, const std::vector<std::pair<
         const Segment& s = seen[i];
         for (int at = s.first; at < s.last; at = at / CHUNK * CHUNK + CHUNK)
           for (int u = h, step = s.k_raw || s.v_raw ? 1 : h1 - h; u < h1; u += step)  // each head has its own raw rows
-            units.push_back({row, request, at, std::min(s.last, at / CHUNK * CHUNK + CHUNK), u, u + step, s.k_raw, s.v_raw, nullptr});
+            units.push_back(
+                {row, request, at, std::min(s.last, at / CHUNK * CHUNK + CHUNK), u, u + step, s.k_raw, s.v_raw, nullptr});
       }
       pending.push_back({row, h, h1, unit, int(units.size()) - unit});
     }
@@ -230,45 +233,48 @@ void attend_rows(const Call& c, const Kernels* isa, const std::vector<std::pair<
 }
 
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList planes, const Tensor& block_table,
-              const Tensor& query_start, const Tensor& slots, const Tensor& positions, const std::optional<Tensor>& tail_slots, const std::optional<Tensor>& sink_slots,
-              const std::optional<Tensor>& sinks, at::IntArrayRef formats, double scaling, int64_t window, double softcap, bool store, bool deterministic,
-              c10::string_view isa_name) {
+              const Tensor& query_start, const Tensor& slots, const Tensor& positions, const std::optional<Tensor>& tail_slots,
+              const std::optional<Tensor>& sink_slots, const std::optional<Tensor>& sink_logits, at::IntArrayRef formats,
+              double scaling, int64_t window, double softcap, bool store, bool deterministic, c10::string_view isa_name) {
   const Kernels* isa = kernels(std::string(isa_name));
-  TORCH_CHECK(planes.size() == 16 && formats.size() == 10, "attend wants 16 planes and 10 format numbers");
+  TORCH_CHECK(planes.size() == 2 * PLANE_TENSORS && formats.size() == 2 * FORMAT_NUMBERS, "attend wants ", 2 * PLANE_TENSORS,
+              " planes and ", 2 * FORMAT_NUMBERS, " format numbers");
   Call c{};
   c.dtype = code_of(q.scalar_type());
   TORCH_CHECK(c.dtype <= F16, "attend computes in float32, bfloat16 and float16, not ", q.scalar_type());
-  const Tensor& codes = planes[0];
+  const Tensor& codes = planes[CODES];
   c.T = int(q.size(0)), c.H = int(codes.size(1)), c.B = int(codes.size(2)), c.R = int(query_start.size(0)) - 1;
   TORCH_CHECK(c.H > 0 && q.size(1) % c.H == 0, q.size(1), " query heads on ", c.H, " kv heads");
   c.G = int(q.size(1)) / c.H;
-  TORCH_CHECK(c.G <= MAX_GROUP, c.G, " query heads per kv head; at most ", MAX_GROUP);
-  c.K = plane_of(planes.data(), formats.slice(0, 5), int(q.size(2)), q.scalar_type());
-  c.V = plane_of(planes.data() + 8, formats.slice(5, 5), int(v.size(2)), q.scalar_type());
+  TORCH_CHECK(c.G <= MAX_G, c.G, " query heads per kv head; at most ", MAX_G);
+  c.K = plane_of(planes.slice(0, PLANE_TENSORS), formats.slice(0, FORMAT_NUMBERS), int(q.size(2)), q.scalar_type());
+  c.V = plane_of(planes.slice(PLANE_TENSORS), formats.slice(FORMAT_NUMBERS), int(v.size(2)), q.scalar_type());
   Tensor out = at::empty({c.T, q.size(1), c.V.D}, q.options());
   c.q = rows_of(q), c.k = rows_of(k), c.v = rows_of(v), c.out = rows_of(out);
   TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "q, k and v must have one dtype");
-  TORCH_CHECK(block_table.scalar_type() == at::kInt && query_start.scalar_type() == at::kInt && slots.scalar_type() == at::kLong &&
-                  positions.scalar_type() == at::kLong, "block_table and query_start are int32, slots and positions int64");
+  TORCH_CHECK(block_table.scalar_type() == at::kInt && query_start.scalar_type() == at::kInt &&
+                  slots.scalar_type() == at::kLong && positions.scalar_type() == at::kLong,
+              "block_table and query_start are int32, slots and positions int64");
   TORCH_CHECK(c.R == 0 || (block_table.size(0) == c.R && block_table.stride(1) == 1), "block_table must be [R, M]");
   TORCH_CHECK(slots.size(0) == c.T && positions.size(0) == c.T && k.size(0) == c.T && v.size(0) == c.T, "rows disagree");
-  const Tensor table = block_table, starts = query_start.contiguous(), where = slots.contiguous(), at_position = positions.contiguous();
+  const Tensor table = block_table, starts = query_start.contiguous(), where = slots.contiguous(),
+               at_position = positions.contiguous();
   c.table = table.const_data_ptr<int32_t>(), c.table_stride = table.size(0) ? table.stride(0) : 0;
   c.slots = where.const_data_ptr<int64_t>(), c.positions = at_position.const_data_ptr<int64_t>();
   c.starts = starts.const_data_ptr<int32_t>();
   c.tail_slots = slots_of(tail_slots, c, c.K.tail.data || c.V.tail.data);
   c.sink_slots = slots_of(sink_slots, c, c.K.sink.data || c.V.sink.data);
   c.scaling = float(scaling), c.softcap = float(softcap), c.window = int(window);
-  Tensor sink_logits;
-  if (sinks) sink_logits = sinks->to(at::kFloat).contiguous(), c.sinks = sink_logits.const_data_ptr<float>();
-  TORCH_CHECK(!c.sinks || sink_logits.numel() == q.size(1), "one sink per query head");
+  Tensor logits;
+  if (sink_logits) logits = sink_logits->to(at::kFloat).contiguous(), c.sink_logits = logits.const_data_ptr<float>();
+  TORCH_CHECK(!c.sink_logits || logits.numel() == q.size(1), "there must be one sink logit per query head");
 
   if (c.sink_slots) keep_raw(c, true);
   if (store) encode_rows(c, isa);
   const int32_t* start = c.starts;
   std::vector<std::pair<int, int>> rows;  // attended one by one
   std::vector<Block> blocks;
-  int step = std::max(1, ROWS_TIMES_GROUP / c.G);
+  int step = std::max(1, ROWS_TIMES_G / c.G);
   if (c.tail_slots) step = (c.B - 1) / std::max(1, c.B / step) + 1;  // rows of one block see the same blocks raw: cut it evenly
   for (int r = 0; r < c.R; r++) {
     const int n = start[r + 1] - start[r];
@@ -317,10 +323,12 @@ int64_t threads() {
 TORCH_LIBRARY(qkv_cpu, m) {
   m.def(
       "attend(Tensor q, Tensor k, Tensor v, Tensor(a!)[] planes, Tensor block_table, Tensor query_start, Tensor slots, "
-      "Tensor positions, Tensor? tail_slots, Tensor? sink_slots, Tensor? sinks, int[] formats, float scaling, int window, float softcap, bool store, "
-      "bool deterministic, str isa) -> Tensor");
+      "Tensor positions, Tensor? tail_slots, Tensor? sink_slots, Tensor? sink_logits, int[] formats, float scaling, int window, "
+      "float softcap, bool store, bool deterministic, str isa) -> Tensor");
   m.def("advise_huge(Tensor pool) -> ()");
-  m.def("best_isa() -> str", &best_isa);
+  m.def("best_isa() -> str", [] { return std::string(best_isa()); });
+  m.def("protocol(str what) -> str[]", &protocol);
+  m.def("max_queries_per_kv_head() -> int", [] { return int64_t(MAX_G); });
   m.def("threads() -> int", &threads);
 }
 

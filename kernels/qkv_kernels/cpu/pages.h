@@ -1,20 +1,24 @@
 // A tile of keys as it lies in pages: pointers to its rows, its scales, and its rows dequantized where that is needed.
 #pragma once
-#include <vector>
+#include <cstdint>
+#include <cstring>
 
-#include "tiles.h"
+#include "args.h"
+#include "readers.h"
+#include "vec.h"
 
 namespace qkv {
 namespace {
 
-// The raw row at a position: of the sequence's first ones, of this call's, or of the request's last ones before it.
+// The raw row at a position: a sink token has it in the sinks, a token of this call in the call, a token before that in the tail.
 INLINE const char* raw_row(const Call& c, const Plane& p, const Rows& rows, int request, int position, int h) {
   if (position < p.sink.rows) return p.sink.at(c.sink_slots[request], h, position);
   const int first = c.starts[request], age = position - int(c.positions[first]);
-  return age < 0 ? p.tail.at(c.tail_slots[request], h, position % p.tail.rows) : rows.data + (first + age) * rows.row + h * rows.head;
+  return age < 0 ? p.tail.at(c.tail_slots[request], h, position % p.tail.rows)
+                 : rows.data + (first + age) * rows.row + h * rows.head;
 }
 
-// The call as a segment sees it: where rows are read raw, K or V is unscaled, unrotated and on no pages.
+// The call as a segment of raw rows of K or V is computed: that side has no scales, no rotation and no pages.
 INLINE Call as_seen(const Call& call, bool k_raw, bool v_raw) {
   Call c = call;
   const auto see = [&](Plane& p) {
@@ -33,7 +37,7 @@ struct Run {  // keys of the tile that are neighbours on one page
 };
 
 struct Tile {
-  const char *k[TILE], *v[TILE];  // rows of kv head 0; keys that nobody may see get the row of one that somebody may
+  const char *k[TILE], *v[TILE];  // rows of kv head 0; a key outside [t0, t1) borrows the row of key t0
   Run runs[TILE];
   int count, t0, t1;  // keys [t0, t1) of the tile are seen
 
@@ -45,7 +49,8 @@ struct Tile {
     for (int t = t0; t < t1;) {
       const int key = start + t, offset = key % c.B, n = c.B - offset < t1 - t ? c.B - offset : t1 - t;
       const int64_t block = table[key / c.B];
-      const char *kp = c.K.codes + block * c.K.block + offset * c.K.token, *vp = c.V.codes + block * c.V.block + offset * c.V.token;
+      const char *kp = c.K.codes + block * c.K.block + offset * c.K.token,
+                 *vp = c.V.codes + block * c.V.block + offset * c.V.token;
       for (int i = 0; i < n; i++) k[t + i] = kp + i * c.K.token, v[t + i] = vp + i * c.V.token;
       runs[count++] = {block, offset, t, t + n};
       t += n;
@@ -98,7 +103,7 @@ INLINE void unpack_plane(const char* plane, int D, float weight, float offset, f
     }
 }
 
-#if VL == 16
+#if defined(QKV_AVX512)
 template <int BITS>
 INLINE void unpack_words(const char* row, int D, float* out) {  // where in_words()
   for (int d = 0; d < D; d += 32) {
@@ -112,9 +117,11 @@ INLINE void unpack_words(const char* row, int D, float* out) {  // where in_word
 // A row as numbers, without scales. Writes up to VL floats beyond D.
 INLINE void unpack(const Plane& p, const char* row, float* out) {
   const int D = p.D;
-#if VL == 16
+#if defined(QKV_AVX512)
   if (p.code >= Code::I4 && in_words(p.code, D))
-    return p.code == Code::I4 ? unpack_words<4>(row, D, out) : p.code == Code::I3 ? unpack_words<3>(row, D, out) : unpack_words<2>(row, D, out);
+    return p.code == Code::I4   ? unpack_words<4>(row, D, out)
+           : p.code == Code::I3 ? unpack_words<3>(row, D, out)
+                                : unpack_words<2>(row, D, out);
 #endif
   switch (p.code) {
     case Code::I4: return unpack_plane<4, false>(row, D, 1.f, 8.f, out);
@@ -140,16 +147,17 @@ INLINE void scale_row(float* x, int n, float s, float z) {
   for (; d < n; d++) x[d] = x[d] * s + z;
 }
 
-// n floats, n <= stride, to bfloat16 in the same place.
+#if defined(QKV_AVX512)
+// n floats to bfloat16 in the same place; n is rounded up to whole vectors.
 INLINE void narrow(float* x, int n) {
-#if VL == 16
   for (int d = 0; d < n; d += VL) store((char*)x + 2 * d, (__m256i)_mm512_cvtneps_pbh(load<VF>(x + d)));
-#endif
 }
+#endif
 
 // Rows of kv head h with the scales of their groups or block applied (token scales are not), as with_rows() reads them: rows of
 // `stride` floats in `out` [TILE * stride + VL], and pointers to them [TILE].
-INLINE void dequantize(const Plane& p, Code dtype, const char* const* rows, const Tile& tile, int h, float* out, int stride, const char** to) {
+INLINE void dequantize(const Plane& p, Code dtype, const char* const* rows, const Tile& tile, int h, float* out, int stride,
+                       const char** to) {
   const int n = p.scale == GROUP ? p.D / p.group : p.scale == BLOCK_CHANNEL ? p.D : 0;  // scales of a row, or of a block
   float s[n + VL], z[n + VL];
   for (int i = 0; i < n; i++) z[i] = 0.f;
@@ -157,7 +165,8 @@ INLINE void dequantize(const Plane& p, Code dtype, const char* const* rows, cons
     const Run& run = tile.runs[r];
     for (int t = run.begin; t < run.end; t++) {
       if (n && (t == run.begin || p.scale == GROUP)) {
-        const int64_t at = run.block * p.s_block + h * p.s_head + (p.scale == GROUP ? (run.offset + t - run.begin) * p.s_token : 0);
+        const int64_t at =
+            run.block * p.s_block + h * p.s_head + (p.scale == GROUP ? (run.offset + t - run.begin) * p.s_token : 0);
         scales_at(p, p.scales + at, n, s);
         if (p.zero != NO_ZERO) scales_at(p, p.zeros + at, n, z);
         for (int i = 0; p.zero == CODE_ZERO && i < n; i++) z[i] *= -s[i];
@@ -168,7 +177,9 @@ INLINE void dequantize(const Plane& p, Code dtype, const char* const* rows, cons
         for (int g = 0; g < n; g++) scale_row(x + g * p.group, p.group, s[g], z[g]);
       else
         for (int d = 0; d < n; d += VL) store(x + d, madd(load<VF>(x + d), load<VF>(s + d), load<VF>(z + d)));
-      if (VL == 16 && dtype == Code::BF16) narrow(x, p.D);
+#if defined(QKV_AVX512)
+      if (dtype == Code::BF16) narrow(x, p.D);
+#endif
       to[t] = (const char*)x;
     }
   }
@@ -185,14 +196,17 @@ INLINE void group_scales(const Plane& p, const char* plane, const Tile& tile, in
   for (int i = 0; i < n * TILE; i += VL) store(x + i, VF{});
   for (int r = 0; r < tile.count; r++) {
     const Run& run = tile.runs[r];
-    scales_at(p, plane + run.block * p.s_block + h * p.s_head + run.offset * p.s_token, (run.end - run.begin) * n, x + run.begin * n);
+    scales_at(p, plane + run.block * p.s_block + h * p.s_head + run.offset * p.s_token, (run.end - run.begin) * n,
+              x + run.begin * n);
   }
   VF v[MAX_GROUPS], w[MAX_GROUPS];
-  VI even = 2 * lane_numbers();
   for (int t = 0; t < TILE; t += VL) {
     for (int i = 0; i < n; i++) v[i] = load<VF>(x + t * n + i * VL);
     for (int step = 1; step < n; step *= 2) {  // each pass moves the lowest bit of the index (token, group) to the top
-      for (int i = 0; i < n / 2; i++) w[i] = pick(v[2 * i], v[2 * i + 1], even), w[n / 2 + i] = pick(v[2 * i], v[2 * i + 1], even + 1);
+      for (int i = 0; i < n / 2; i++) {
+        w[i] = shuffle(v[2 * i], v[2 * i + 1], [](int lane) { return 2 * lane; });
+        w[n / 2 + i] = shuffle(v[2 * i], v[2 * i + 1], [](int lane) { return 2 * lane + 1; });
+      }
       for (int i = 0; i < n; i++) v[i] = w[i];
     }
     for (int i = 0; i < n; i++) store(out + i * TILE + t, v[i]);

@@ -1,5 +1,5 @@
 // How codes become vectors: one small reader per code type and engine. A new code type is a new reader.
-// GROUPS: channels may have scales by groups of a multiple of 32, which then are part of accumulate()'s weights.
+// A reader with GROUPS also serves formats whose channels share scales by groups of a multiple of 32.
 //
 // An engine multiplies and adds. It works on chunks of channels: CHUNK channels are VECS vectors of keys, and 4
 // accumulators of VL floats of output. A reader loads one chunk of one row, zero beyond D.
@@ -8,6 +8,10 @@
 //   Bf16: bfloat16 values or codes exact in bfloat16.
 // The last two multiply pairs and serve bfloat16 and float16 compute only.
 #pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
 #include "args.h"
 #include "vec.h"
 
@@ -24,7 +28,6 @@ struct Float {
   static FORCE void sum4(const Acc* a, float* out) {
     for (int i = 0; i < 4; i++) out[i] = hsum(a[i]);
   }
-  static constexpr int channel(int j, int i) { return j * VL + i; }  // of lane i of accumulator j
   template <class R>
   static FORCE void values(const char* const* rows, int64_t at, int chunk, int D, Vec* out) {
     R::load(rows[0] + at, chunk, D, out);
@@ -97,7 +100,7 @@ struct ReadE5M2 : FloatReader<ReadE5M2> {
   }
 };
 
-#if VL == 16
+#if defined(QKV_AVX512)
 
 struct Pairs {
   using Vec = __m512i;
@@ -117,20 +120,13 @@ struct Pairs {
 };
 
 struct Int16 : Pairs {
-  using Acc = __m512i;
+  using Acc = VI;
   static FORCE Acc dot(Acc c, Vec a, Vec b) {
     asm("vpdpwssd %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));  // the intrinsic makes GCC 12 copy accumulators around
     return c;
   }
-  static FORCE VF as_float(Acc a) { return _mm512_cvtepi32_ps(a); }
-  static FORCE void sum4(const Acc* a, float* out) {
-    Acc t0 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
-    Acc t1 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
-    Acc u = _mm512_add_epi32(_mm512_unpacklo_epi64(t0, t1), _mm512_unpackhi_epi64(t0, t1));
-    __m256i v = _mm256_add_epi32(_mm512_castsi512_si256(u), _mm512_extracti64x4_epi64(u, 1));
-    __m128i w = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-    _mm_storeu_ps(out, _mm_cvtepi32_ps(w));
-  }
+  static FORCE VF as_float(Acc a) { return to_float(a); }
+  static FORCE void sum4(const Acc* a, float* out) { qkv::sum4(a, out); }
   static float pack(const float* x, int n, void* out) {  // n a multiple of 16
     VF top = VF{};
     for (int i = 0; i < n; i += VL) top = vmax(top, (VF)_mm512_abs_ps(qkv::load<VF>(x + i)));
@@ -145,19 +141,13 @@ struct Int16 : Pairs {
 };
 
 struct Bf16 : Pairs {
-  using Acc = __m512;
+  using Acc = VF;
   static FORCE Acc dot(Acc c, Vec a, Vec b) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
     return c;
   }
   static FORCE VF as_float(Acc a) { return a; }
-  static FORCE void sum4(const Acc* a, float* out) {
-    Acc t0 = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-    Acc t1 = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
-    Acc u = _mm512_add_ps((Acc)_mm512_unpacklo_pd((__m512d)t0, (__m512d)t1), (Acc)_mm512_unpackhi_pd((__m512d)t0, (__m512d)t1));
-    __m256 v = _mm256_add_ps(_mm512_castps512_ps256(u), _mm512_extractf32x8_ps(u, 1));
-    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)));
-  }
+  static FORCE void sum4(const Acc* a, float* out) { qkv::sum4(a, out); }
   static float pack(const float* x, int n, void* out) {
     for (int i = 0; i < n; i += VL) store((char*)out + 2 * i, (__m256i)_mm512_cvtneps_pbh(qkv::load<VF>(x + i)));
     return 1.f;

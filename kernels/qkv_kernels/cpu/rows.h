@@ -1,5 +1,11 @@
 // Rows of the model as floats and back, and their rotation; a thread's scratch memory.
 #pragma once
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "args.h"
@@ -8,19 +14,43 @@
 namespace qkv {
 namespace {
 
-struct Arena {  // a thread's memory for one unit, kept between calls
-  std::vector<char> bytes;
-  size_t used = 0;
-  void reset(size_t size) {
-    if (bytes.size() < size + 64) bytes.resize(size + 64);
-    used = (64 - (uintptr_t)bytes.data() % 64) % 64;
+// A thread's scratch memory, kept between calls. Pieces stay where they are until the next reset(), which makes room for all of
+// them in one: only the first calls of a thread allocate.
+class Arena {
+ public:
+  void reset() {
+    if (chunks_.size() > 1) {
+      size_t all = 0;
+      for (const Chunk& chunk : chunks_) all += chunk.size;
+      chunks_.clear();
+      add(all);
+    }
+    used_ = 0;
   }
+  // Room for n elements on lines of their own, with whatever was left there.
   template <class T>
   T* take(size_t n) {
-    T* p = (T*)(bytes.data() + used);
-    used += (n * sizeof(T) + 63) & ~size_t(63);
-    return p;
+    const size_t size = (n * sizeof(T) + LINE - 1) / LINE * LINE;
+    if (chunks_.empty() || used_ + size > chunks_.back().size) add(size), used_ = 0;
+    T* piece = (T*)(chunks_.back().begin + used_);
+    used_ += size;
+    return piece;
   }
+
+ private:
+  static constexpr size_t LINE = 64;
+  struct Chunk {
+    std::unique_ptr<char[]> memory;
+    char* begin;  // the first whole line of it
+    size_t size;
+  };
+  void add(size_t size) {
+    std::unique_ptr<char[]> memory(new char[size + LINE]);
+    char* begin = memory.get() + (LINE - (uintptr_t)memory.get() % LINE) % LINE;
+    chunks_.push_back({std::move(memory), begin, size});
+  }
+  std::vector<Chunk> chunks_;
+  size_t used_ = 0;  // of the last chunk
 };
 
 INLINE void load_row(const char* p, Code dtype, int D, float* out) {
@@ -57,7 +87,8 @@ template <int STEP>
 INLINE VF butterflies(VF v) {
   if constexpr (STEP < VL) {
     const VI minus = (lane_numbers() & STEP) != 0;
-    return butterflies<2 * STEP>(exchange<STEP>(v) + (VF)((VI)v ^ (minus & INT32_MIN)));
+    const VF partner = shuffle(v, v, [](int lane) { return lane ^ STEP; });
+    return butterflies<2 * STEP>(partner + (VF)((VI)v ^ (minus & INT32_MIN)));
   }
   return v;
 }

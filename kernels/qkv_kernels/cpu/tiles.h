@@ -4,7 +4,12 @@
 // (the offset of the kv head). `ahead` are the rows that are needed next: prefetched a little at a time, in step with the
 // work on this one, because scattered pages cost latency and not bandwidth.
 #pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "args.h"
 #include "readers.h"
+#include "vec.h"
 
 namespace qkv {
 namespace {
@@ -18,12 +23,15 @@ struct Ahead {
   int bytes;
   FORCE void step(int t, int n, int part, int parts) const {  // that part of rows t to t + n
     for (int i = t; i < t + n; i++)
-      for (int j = bytes * part / parts & ~63; j < bytes * (part + 1) / parts; j += 64) __builtin_prefetch(rows[i] + at + j, 0, 3);
+      for (int j = bytes * part / parts & ~63; j < bytes * (part + 1) / parts; j += 64)
+        __builtin_prefetch(rows[i] + at + j, 0, 3);
   }
 };
 
 template <class E>
-INLINE int chunks(int D) { return (D + E::CHUNK - 1) / E::CHUNK; }
+INLINE int chunks(int D) {
+  return (D + E::CHUNK - 1) / E::CHUNK;
+}
 
 // q [D] as floats -> what score() reads; q [chunks * CHUNK] elements of the engine. Returns the factor that score() leaves out.
 template <class R>
@@ -80,12 +88,12 @@ void score(RowPointers rows, Ahead ahead, int64_t at, const char* q, int n, int 
 
 // The same where groups of channels have scales of their own, [groups][TILE] of the keys: each group's products, times its scale.
 template <class R, int N>
-void score_groups_n(RowPointers rows, Ahead ahead, int64_t at, const char* q, int D, int t0, int t1, const float* scales, int channels, float* out) {
-#if VL == 16
+void score_groups_n(RowPointers rows, Ahead ahead, int64_t at, const char* q, int D, int t0, int t1, const float* scales,
+                    int channels, float* out) {
   using E = typename R::Engine;
   const int count = chunks<E>(D), q_bytes = count * E::CHUNK * E::BYTES;
   for (int t = t0; t < t1; t += 4) {
-    __m512 sum[N][4] = {};
+    VF sum[N][4] = {};
     ahead.step(t, 4, 0, 1);
     for (int c = 0; c < count; c++) {
       const char* part = q + c * E::CHUNK * E::BYTES;
@@ -98,24 +106,28 @@ void score_groups_n(RowPointers rows, Ahead ahead, int64_t at, const char* q, in
           const VF s = splat(scales[(c * E::CHUNK + u * 32) / channels * TILE + t + i]);
 #pragma GCC unroll 4
           for (int g = 0; g < N; g++) {
-            const auto dot = E::dot(typename E::Acc{}, load<typename E::Vec>(part + g * q_bytes + u * sizeof(typename E::Vec)), key[u]);
+            const auto dot =
+                E::dot(typename E::Acc{}, load<typename E::Vec>(part + g * q_bytes + u * sizeof(typename E::Vec)), key[u]);
             sum[g][i] = madd(E::as_float(dot), s, sum[g][i]);
           }
         }
       }
     }
 #pragma GCC unroll 4
-    for (int g = 0; g < N; g++) Bf16::sum4(sum[g], out + g * TILE + t);
+    for (int g = 0; g < N; g++) sum4(sum[g], out + g * TILE + t);
   }
-#endif
 }
 
 template <class R>
-void score_groups(RowPointers rows, Ahead ahead, int64_t at, const char* q, int n, int D, int t0, int t1, const float* scales, int channels, float* out) {
+void score_groups(RowPointers rows, Ahead ahead, int64_t at, const char* q, int n, int D, int t0, int t1, const float* scales,
+                  int channels, float* out) {
   using E = typename R::Engine;
   const int q_bytes = chunks<E>(D) * E::CHUNK * E::BYTES;
   for (int g = 0; g < n; g += 4, ahead.bytes = 0) {
-    const auto kernel = n - g >= 4 ? score_groups_n<R, 4> : n - g == 3 ? score_groups_n<R, 3> : n - g == 2 ? score_groups_n<R, 2> : score_groups_n<R, 1>;
+    const auto kernel = n - g >= 4   ? score_groups_n<R, 4>
+                        : n - g == 3 ? score_groups_n<R, 3>
+                        : n - g == 2 ? score_groups_n<R, 2>
+                                     : score_groups_n<R, 1>;
     kernel(rows, ahead, at, q + g * q_bytes, D, t0, t1, scales, channels, out + g * TILE);
   }
 }
@@ -126,8 +138,8 @@ struct Groups {  // of channels: how many weights one is from the next, and its 
 };
 
 template <class R, int N, bool GROUPED>
-void accumulate_n(RowPointers rows, Ahead ahead, int64_t at, const char* p, int D, int t0, int t1,
-                  const float* factor, const float* fade, float* out, int64_t out_stride, Groups groups) {
+void accumulate_n(RowPointers rows, Ahead ahead, int64_t at, const char* p, int D, int t0, int t1, const float* factor,
+                  const float* fade, float* out, int64_t out_stride, Groups groups) {
   using E = typename R::Engine;
   for (int c = 0; c < chunks<E>(D); c++) {
     typename E::Acc acc[N][4] = {};
@@ -158,13 +170,15 @@ void accumulate_n(RowPointers rows, Ahead ahead, int64_t at, const char* p, int 
 // engine; out [n][chunks * 4 * VL] in the order of accumulators, see unpermute(). GROUPED: p [groups][n, TILE] and factor
 // [groups][n], of each `channels` channels.
 template <class R, bool GROUPED>
-void accumulate(RowPointers rows, Ahead ahead, int64_t at, const char* p, int n, int D, int t0, int t1,
-                const float* factor, const float* fade, float* out, int channels) {
+void accumulate(RowPointers rows, Ahead ahead, int64_t at, const char* p, int n, int D, int t0, int t1, const float* factor,
+                const float* fade, float* out, int channels) {
   using E = typename R::Engine;
   const int64_t stride = chunks<E>(D) * 4 * VL;
   for (int g = 0; g < n; g += 4, ahead.bytes = 0) {
-    const auto kernel = n - g >= 4 ? accumulate_n<R, 4, GROUPED> : n - g == 3 ? accumulate_n<R, 3, GROUPED>
-                      : n - g == 2 ? accumulate_n<R, 2, GROUPED> : accumulate_n<R, 1, GROUPED>;
+    const auto kernel = n - g >= 4   ? accumulate_n<R, 4, GROUPED>
+                        : n - g == 3 ? accumulate_n<R, 3, GROUPED>
+                        : n - g == 2 ? accumulate_n<R, 2, GROUPED>
+                                     : accumulate_n<R, 1, GROUPED>;
     kernel(rows, ahead, at, p + g * TILE * E::BYTES, D, t0, t1, factor + g, fade + g, out + g * stride, stride, {n, channels});
   }
 }
@@ -177,7 +191,8 @@ void unpermute(const float* acc, int D, float* out) {
     for (int j = 0; j < 4; j++)
       for (int i = 0; i < VL; i++) {
         int d = j * VL + i;
-        if (E::STEP == 2) d = R::BYTE_LANES ? 16 * (i / 4) + 8 * (j / 2) + 4 * (j % 2) + i % 4 : 32 * (j / 2) + 8 * (i / 4) + 4 * (j % 2) + i % 4;
+        if (E::STEP == 2)
+          d = R::BYTE_LANES ? 16 * (i / 4) + 8 * (j / 2) + 4 * (j % 2) + i % 4 : 32 * (j / 2) + 8 * (i / 4) + 4 * (j % 2) + i % 4;
         if (c * E::CHUNK + d < D) out[c * E::CHUNK + d] = acc[(c * 4 + j) * VL + i];
       }
 }
@@ -193,7 +208,8 @@ struct ValueOps {
   float (*pack)(const float*, int, void*);
   int bytes;  // of a packed weight
   void (*accumulate)(RowPointers, Ahead, int64_t, const char*, int, int, int, int, const float*, const float*, float*, int);
-  void (*accumulate_groups)(RowPointers, Ahead, int64_t, const char*, int, int, int, int, const float*, const float*, float*, int);  // or null
+  void (*accumulate_groups)(RowPointers, Ahead, int64_t, const char*, int, int, int, int, const float*, const float*, float*,
+                            int);  // or null
   void (*unpermute)(const float*, int, float*);
 };
 
@@ -215,7 +231,7 @@ constexpr ValueOps value_ops() {
 // Calls f with the reader of a plane's codes; false if there is none, then its rows are first dequantized.
 template <class F>
 bool with_reader(const Plane& p, Code dtype, F&& f) {
-#if VL == 16
+#if defined(QKV_AVX512)
   if (dtype != Code::F32) {  // what a pair engine represents as well as the compute dtype does
     if (p.code == Code::I8) return f(PairI8{}), true;
     if (p.code == Code::I4 && in_words(p.code, p.D)) return f(PairPacked<4>{}), true;
@@ -242,7 +258,7 @@ bool with_reader(const Plane& p, Code dtype, F&& f) {
 // Calls f with the reader of dequantized rows.
 template <class F>
 void with_rows(Code dtype, F&& f) {
-#if VL == 16
+#if defined(QKV_AVX512)
   if (dtype == Code::BF16) return f(PairBF16{});
 #endif
   f(ReadF32{});

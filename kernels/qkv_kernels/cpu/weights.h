@@ -2,8 +2,12 @@
 // folded into q, token scales into scores (K) or weights (V), static V scales into the output. Zero points become one number per
 // query or per key.
 #pragma once
+#include <cstdint>
+
+#include "args.h"
 #include "pages.h"
 #include "rows.h"
+#include "vec.h"
 
 namespace qkv {
 namespace {
@@ -11,10 +15,10 @@ namespace {
 constexpr float LOG2E = 1.44269504f;
 constexpr float LOWEST = -1e30f;  // below every score, and finite: its differences are not NaN
 
-struct Query {     // one query head of the unit
-  float factor;    // of score()'s dots: what prepare() left out
-  float bias;      // from static zero points of K
-  float sum;       // of q: what a token zero point of K is multiplied with
+struct Query {              // one query head of the unit
+  float factor;             // of score()'s dots: what prepare() left out
+  float bias;               // from static zero points of K
+  float sum;                // of q: what a token zero point of K is multiplied with
   float best, total, zero;  // running maximum and sum of weights (base 2), and sum of weights times V's token zeros
 };
 
@@ -50,7 +54,8 @@ INLINE VF keep(VF v, int t, int t0, int t1, float other) {
 // Dots of one query with a tile, x [TILE], become weights in place. Returns by how much earlier sums shrink.
 INLINE float weigh(const Call& c, const KeyScales& s, int t0, int t1, Query& q, float* x) {
   VF top = splat(LOWEST), total = VF{}, zeros = VF{};
-  const float scaling = c.softcap ? c.scaling / c.softcap : c.scaling * LOG2E, factor = q.factor * scaling, bias = q.bias * scaling;
+  const float scaling = c.softcap ? c.scaling / c.softcap : c.scaling * LOG2E, factor = q.factor * scaling,
+              bias = q.bias * scaling;
   const bool partial = t0 > 0 || t1 < TILE;
   for (int t = 0; t < TILE; t += VL) {
     VF v = load<VF>(x + t) * factor;
@@ -81,8 +86,8 @@ INLINE float weigh(const Call& c, const KeyScales& s, int t0, int t1, Query& q, 
 // q of one query head: static channel scales are folded into it, one scale per head goes into the factor of its dots.
 INLINE void fold(const Plane& K, int h, float* q, Query& out) {
   out = {K.head_scale ? K.head_scale[h] : 1.f, 0.f, 0.f, LOWEST, 0.f, 0.f};
-  const float *s = K.channel_scale ? K.channel_scale + int64_t(h) * K.D : nullptr;
-  const float *z = K.static_zero ? K.static_zero + int64_t(h) * K.D : nullptr;
+  const float* s = K.channel_scale ? K.channel_scale + int64_t(h) * K.D : nullptr;
+  const float* z = K.static_zero ? K.static_zero + int64_t(h) * K.D : nullptr;
   for (int d = 0; d < K.D; d++) out.sum += q[d];
   for (int d = 0; z && d < K.D; d++) out.bias += K.zero == CODE_ZERO ? -q[d] * z[d] * (s ? s[d] : out.factor) : q[d] * z[d];
   for (int d = 0; s && d < K.D; d++) q[d] *= s[d];
@@ -91,7 +96,7 @@ INLINE void fold(const Plane& K, int h, float* q, Query& out) {
 // Static V scales, all V zero points and the rotation, on the unnormalised output of one query head.
 INLINE void unfold(const Plane& V, int h, const Query& q, float* out) {
   const float *s = V.channel_scale ? V.channel_scale + int64_t(h) * V.D : nullptr, head = V.head_scale ? V.head_scale[h] : 1.f;
-  const float *z = V.static_zero ? V.static_zero + int64_t(h) * V.D : nullptr;
+  const float* z = V.static_zero ? V.static_zero + int64_t(h) * V.D : nullptr;
   for (int d = 0; z && V.zero == CODE_ZERO && d < V.D; d++) out[d] -= z[d] * q.total;
   for (int d = 0; d < V.D; d++) out[d] = out[d] * (s ? s[d] : head) + q.zero;
   for (int d = 0; z && V.zero == FLOAT_ZERO && d < V.D; d++) out[d] += z[d] * q.total;

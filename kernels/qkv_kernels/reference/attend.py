@@ -3,7 +3,7 @@
 Takes: queries, the pool planes of K and V of one head range, block tables. Gives: attention output.
 Does not know about: layers, quantizers, how rows were encoded or written.
 
-Legend: T rows · R requests of one group · t rows per request in the group · m blocks · B block size · S = m * B keys ·
+Legend: T rows · R requests of one cohort · t rows of each · m blocks · B block size · S = m * B keys ·
 H kv heads · Hq query heads · G = Hq / H · D head dim.
 """
 
@@ -14,21 +14,21 @@ import torch
 
 from qkv_kernels.reference import codec
 from qkv_kernels.reference.hadamard import hadamard
-from qkv_kernels.reference.overlay import Rows, Side, runs
-from qkv_kernels.reference.planes import Plane
+from qkv_kernels.reference.overlay import Rows, Seen, runs
+from qkv_kernels.reference.planes import Decode, Plane
 
-GROUP_ELEMENTS = 2**20  # decodes are batched up to this many elements of padded K: 4 MB stay in a CPU's cache
+COHORT_ELEMENTS = 2**20  # decodes are batched up to this many elements of padded K: 4 MB stay in a CPU's cache
 QUERY_ROWS = 64  # rows of a prefill chunk scored at a time: bounds memory, and skips keys no row of them sees
 TILE_Q, TILE_K = 16, 64  # tiles of the deterministic path
 
 
 class Rule(NamedTuple):
-    """How one layer attends. window: a query at p sees keys k with p - k < window. sinks [Hq]: one more logit per head."""
+    """How one layer attends. window: a query at p sees keys k with p - k < window. sink_logits [Hq]: one more logit per head."""
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    sink_logits: torch.Tensor | None = None
 
 
 def attend(
@@ -59,23 +59,23 @@ def attend(
         queries = hadamard(queries)
     out = q.new_zeros(T, Hq, v.fmt.unpacked_dim(v.codes.shape[-1]))
     core = _tiled if deterministic else _dense
-    for group in groups(query_start, seq_lens, num_decodes, H * q.shape[-1]):
-        q_pos = positions[group.rows].view(group.R, group.t)
+    for cohort in cohorts(query_start, seq_lens, num_decodes, H * q.shape[-1]):
+        q_pos = positions[cohort.rows].view(cohort.R, cohort.t)
         keys, values, k_pos = _read(
-            k, v, block_table[group.requests], q_pos, max(seq_lens[group.requests]), rule.window, queries.dtype, deterministic
+            k, v, block_table[cohort.requests], q_pos, max(seq_lens[cohort.requests]), rule.window, queries.dtype, deterministic
         )
-        some, results = queries[group.rows].unflatten(0, q_pos.shape), []
-        for run in _runs(keys, values, k, v, rows, group, q_pos, k_pos):
+        some, results = queries[cohort.rows].unflatten(0, q_pos.shape), []
+        for run in _runs(keys, values, k, v, rows, cohort, q_pos, k_pos):
             results.append(core(some[:, run], keys, values, q_pos[:, run], k_pos, rule))
         result = torch.cat(results, 1)
         if v.fmt.rotate:  # weighted sums of rotated values, rotated back once
             result = hadamard(result)
-        out[group.rows] = result.flatten(2, 3).flatten(0, 1).to(q.dtype)
+        out[cohort.rows] = result.flatten(2, 3).flatten(0, 1).to(q.dtype)
     return out
 
 
-class Group(NamedTuple):
-    """Requests worked on together: R requests of t rows each."""
+class Cohort(NamedTuple):
+    """Requests of a call that are worked on together: R requests of t rows each."""
 
     requests: slice
     rows: slice
@@ -83,14 +83,14 @@ class Group(NamedTuple):
     t: int
 
 
-def groups(query_start: list[int], seq_lens: list[int], num_decodes: int, width: int) -> Iterator[Group]:
-    """Decodes by the batch, prefill chunks one by one."""
-    step = max(1, GROUP_ELEMENTS // (width * max(seq_lens[:num_decodes], default=1)))
+def cohorts(query_start: list[int], seq_lens: list[int], num_decodes: int, width: int) -> Iterator[Cohort]:
+    """The cohorts of a call: decodes by the batch, prefill chunks one by one. width: elements of K per key that one row reads."""
+    step = max(1, COHORT_ELEMENTS // (width * max(seq_lens[:num_decodes], default=1)))
     starts = list(range(0, num_decodes, step)) + list(range(num_decodes, len(seq_lens)))
     for first, last in zip(starts, [*starts[1:], len(seq_lens)], strict=False):
         rows = slice(query_start[first], query_start[last])
         if rows.stop > rows.start:
-            yield Group(slice(first, last), rows, last - first, (rows.stop - rows.start) // (last - first))
+            yield Cohort(slice(first, last), rows, last - first, (rows.stop - rows.start) // (last - first))
 
 
 def _runs(
@@ -99,19 +99,19 @@ def _runs(
     k: Plane,
     v: Plane,
     rows: Rows | None,
-    group: Group,
+    cohort: Cohort,
     q_pos: torch.Tensor,
     k_pos: torch.Tensor,
 ) -> Iterator[slice]:
-    """Which of the group's rows to attend with together, with keys and values as those rows see them meanwhile."""
+    """Slices of the cohort's rows to attend with, one after the other; meanwhile keys and values hold what those rows see."""
     if rows is None:
-        return iter([slice(0, group.t)])
-    sides = [
-        Side(stored, plane, new[group.rows].unflatten(0, q_pos.shape))
+        return iter([slice(0, cohort.t)])
+    both = [
+        Seen(stored, plane, new[cohort.rows].unflatten(0, q_pos.shape))
         for stored, plane, new in ((keys, k, rows.k), (values, v, rows.v))
     ]
-    slots = [None if s is None else s[group.requests] for s in (rows.tail_slots, rows.sink_slots)]
-    return runs(sides, q_pos, k_pos, rows.raw, *slots)
+    slots = [None if s is None else s[cohort.requests] for s in (rows.tail_slots, rows.sink_slots)]
+    return runs(both, q_pos, k_pos, rows.raw, *slots)
 
 
 def _read(
@@ -132,21 +132,29 @@ def _read(
     blocks = first_block + torch.arange(-(-count // B), device=table.device)
     table = table.gather(1, blocks.clamp(max=table.shape[1] - 1))
     k_pos = (blocks[..., None] * B + torch.arange(B, device=table.device)).flatten(1)
-    keys, values = _gather(k, table, dtype), _gather(v, table, dtype)
+    seen_k, seen_v = (_seen(plane, k_pos, oldest, last) for plane in (k, v))
+    keys, values = _gather(k, table, seen_k, dtype), _gather(v, table, seen_v, dtype).masked_fill_(~seen_v[:, None, :, None], 0)
     if tiled:
         keys, values, k_pos = keys[:, :, :count], values[:, :, :count], k_pos[:, :count]
-    unseen = (k_pos > last) | (k_pos < oldest)
-    if v.fmt.unit == "block":  # the open block has no codes
-        unseen |= k_pos >= (last + 1) // B * B
-    return keys, values.masked_fill_(unseen[:, None, :, None], 0), k_pos
+    return keys, values, k_pos
 
 
-def _gather(plane: Plane, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Blocks table [R, m] of a plane, decoded: [R, H, m * B, D]."""
+def _seen(plane: Plane, k_pos: torch.Tensor, oldest: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """bool [R, S]: keys that have codes, and that some row sees."""
+    seen = (k_pos <= last) & (k_pos >= oldest)
+    if plane.fmt.unit == "block":  # the open block has no codes
+        B = plane.codes.shape[2]
+        seen &= k_pos < (last + 1) // B * B
+    return seen
+
+
+def _gather(plane: Plane, table: torch.Tensor, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Blocks table [R, m] of a plane, decoded: [R, H, m * B, D]; anything where not seen [R, m * B]."""
+    if plane.decode is not None:
+        return _decoded(plane, plane.decode, table, seen, dtype)
 
     def pages(pool: torch.Tensor) -> torch.Tensor:  # [N, H, ...] -> [R, m, H, ...]
-        stored = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
-        return stored.index_select(0, table.flatten()).unflatten(0, table.shape).view(pool.dtype)
+        return _bytes(pool).index_select(0, table.flatten()).unflatten(0, table.shape).view(pool.dtype)
 
     def keys(pool: torch.Tensor) -> torch.Tensor:  # [N, H, B, ...] -> [R, H, S, ...]
         return pages(pool).transpose(1, 2).flatten(2, 3)
@@ -160,6 +168,37 @@ def _gather(plane: Plane, table: torch.Tensor, dtype: torch.dtype) -> torch.Tens
         s.unsqueeze(1) if s is not None and s.dim() else s for s in (plane.static_scale, plane.static_zero)
     )
     return codec.dequantize(keys(plane.codes), scale, zero, plane.fmt, dtype, static_scale, static_zero)
+
+
+def _decoded(plane: Plane, decode: Decode, table: torch.Tensor, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same by the quantizer's decode, which gets nothing but rows (blocks) that were encoded; zeros elsewhere."""
+    fmt, (H, B) = plane.fmt, plane.codes.shape[1:3]
+    rows = seen.unflatten(1, (-1, B))  # [R, m, B]
+    if fmt.unit == "block":
+        wanted = rows.any(-1)
+        ids = table[wanted].long()
+
+        def stored(pool: torch.Tensor) -> torch.Tensor:  # [N, H, B, ...] -> [n, B, H, ...]
+            blocks = _bytes(pool)[ids].view(pool.dtype)
+            return blocks if pool is not plane.codes and fmt.scale == "block_channel" else blocks.transpose(1, 2)
+    else:
+        wanted = rows
+        request, block, offset = wanted.nonzero(as_tuple=True)
+        ids = table[request, block].long()
+
+        def stored(pool: torch.Tensor) -> torch.Tensor:  # [N, H, B, ...] -> [n, H, ...]
+            return _bytes(pool)[ids, :, offset].view(pool.dtype)
+
+    scale, zero = (None if pool is None else stored(pool) for pool in (plane.scale, plane.zero))
+    values = decode(stored(plane.codes), scale, zero, dtype)
+    out = values.new_zeros(*rows.shape, H, values.shape[-1])
+    out[wanted] = values
+    return out.flatten(1, 2).transpose(1, 2)
+
+
+def _bytes(pool: torch.Tensor) -> torch.Tensor:
+    """fp8 as bytes: it has no indexed reads on every device."""
+    return pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
 
 
 def _visible(q_pos: torch.Tensor, k_pos: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -190,9 +229,9 @@ def _dense(
         n, S = some.shape[1], high - low
         scores = _logits(some.permute(0, 2, 3, 1, 4).reshape(R, H, G * n, D), K, rule).view(R, H, G, n, S)
         scores.masked_fill_(~seen[:, None, None], -torch.inf)
-        if rule.sinks is not None:
-            sinks = rule.sinks.to(scores.dtype).view(1, H, G, 1, 1).expand(R, H, G, n, 1)
-            scores = torch.cat([scores, sinks], -1)
+        if rule.sink_logits is not None:
+            sink = rule.sink_logits.to(scores.dtype).view(1, H, G, 1, 1).expand(R, H, G, n, 1)
+            scores = torch.cat([scores, sink], -1)
         weights = scores.softmax(-1)[..., :S].reshape(R, H, G * n, S)
         outs.append((weights @ V).view(R, H, G, n, -1).permute(0, 3, 1, 2, 4))
     return torch.cat(outs, 1)
@@ -214,11 +253,11 @@ def _tiled(
     rows = torch.nn.functional.pad(q.transpose(2, 3).flatten(1, 2), (0, 0, 0, 0, 0, pad))  # [R, t * G + pad, H, D]
     rows = rows.view(R * tiles, TILE_Q, H, D).transpose(1, 2).contiguous()
     pos = torch.nn.functional.pad(q_pos.repeat_interleave(G, 1), (0, pad)).view(R * tiles, TILE_Q)
-    if rule.sinks is None:
+    if rule.sink_logits is None:
         best, total = rows.new_full((R * tiles, H, TILE_Q, 1), torch.finfo(rows.dtype).min), rows.new_zeros(1)
     else:
         heads = torch.arange(t * G + pad, device=q.device).remainder(G).repeat(R).view(R * tiles, TILE_Q)
-        best = rule.sinks.to(rows.dtype).view(H, G)[:, heads].transpose(0, 1).unsqueeze(-1).contiguous()
+        best = rule.sink_logits.to(rows.dtype).view(H, G)[:, heads].transpose(0, 1).unsqueeze(-1).contiguous()
         total = rows.new_ones(1)
     out = rows.new_zeros(1)
     for start in range(0, keys.shape[2], TILE_K):

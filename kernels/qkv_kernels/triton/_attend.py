@@ -128,7 +128,7 @@ def scan(
             if K.has_tail:
                 seen = seen & (j[None, :] < raw_from(position, K)[:, None])
             if K.has_sink:
-                seen = seen & (j >= K.sinks)[None, :]
+                seen = seen & (j >= K.sink_tokens)[None, :]
             score = tl.where(seen, score, float("-inf"))
 
         if V.scale == "token":
@@ -204,7 +204,7 @@ def scan_raw(
         if P.window is not None:
             seen = seen & (position[:, None] - j[None, :] < P.window)
         if not SINK:
-            seen = seen & (j[None, :] >= raw_from(position, K)[:, None]) & (j >= K.sinks)[None, :]
+            seen = seen & (j[None, :] >= raw_from(position, K)[:, None]) & (j >= K.sink_tokens)[None, :]
         score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -247,7 +247,7 @@ def attend_rows(
     gap, skip = start, 0
     if P.window is None:
         if K.has_sink:  # the tiles that hold sinks are masked
-            gap = tl.minimum(tl.maximum(start, (K.sinks + P.keys - 1) // P.keys * P.keys), full)
+            gap = tl.minimum(tl.maximum(start, (K.sink_tokens + P.keys - 1) // P.keys * P.keys), full)
         acc_low, acc_high, top, total, offset = scan(
             q_low, q_high, q_total, factor, bias, position, acc_low, acc_high, top, total, offset, gap, full, 0, 0, head, table,
             k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, K, V, P, False,

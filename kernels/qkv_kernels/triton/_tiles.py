@@ -1,7 +1,7 @@
 """Device functions that know formats: addressing pages, widening codes, placing scales, encoding.
 
-A tile is [keys, lanes]: `lanes` channels of one stream (see spec.Side). What uses inline assembly has a plain twin, which the
-interpreter runs.
+A tile is [keys, lanes]: `lanes` channels of one stream (see spec.PlaneSpec). What uses inline assembly has a plain twin, which
+the interpreter runs.
 """
 
 import triton

@@ -12,7 +12,7 @@ from qkv_kernels.reference.attend import Plane
 from qkv_kernels.triton import tuning
 from qkv_kernels.triton._tiles import dynamic_scale, encode_numbers, float8_bits, spread
 from qkv_kernels.triton.launch import Launch
-from qkv_kernels.triton.spec import bytes_of, check_index, check_rows, side
+from qkv_kernels.triton.spec import bytes_of, check_index, check_rows, plane_spec
 
 
 def append(k: torch.Tensor, v: torch.Tensor, k_plane: Plane, v_plane: Plane, slots: torch.Tensor) -> None:
@@ -31,7 +31,7 @@ def append_launches(
     k, v = check_rows(k, "k", (None, None, None)), check_rows(v, "v", (*k.shape[:2], None))
     check_index(slots, "slots", torch.int64, 1)
     T, H = k.shape[:2]
-    K, V = side(k_plane, k.shape[2], "k_plane", arch), side(v_plane, v.shape[2], "v_plane", arch)
+    K, V = plane_spec(k_plane, k.shape[2], "k_plane", arch), plane_spec(v_plane, v.shape[2], "v_plane", arch)
     if k_plane.codes.shape[1] != H or v_plane.codes.shape[:3] != k_plane.codes.shape[:3]:
         raise ValueError(
             f"planes must have the {H} heads of k and agree, got {[*k_plane.codes.shape]} and {[*v_plane.codes.shape]}"

@@ -15,7 +15,7 @@ from qkv_kernels.triton._raw import raw_rows
 from qkv_kernels.triton._tiles import dynamic_scale
 from qkv_kernels.triton.append import lanes, pointers, store_rows
 from qkv_kernels.triton.launch import Launch
-from qkv_kernels.triton.spec import Side, check_index, check_rows, power_of_two, side
+from qkv_kernels.triton.spec import PlaneSpec, check_index, check_rows, plane_spec, power_of_two
 
 
 def seal(
@@ -76,7 +76,7 @@ def keep_launches(
     slots, kept = (rows.sink_slots, (k.sink, v.sink)) if first else (rows.tail_slots, (k.tail, v.tail))
     if slots is None or None in kept:
         raise ValueError(f"these formats keep no {'sinks' if first else 'tails'}, or rows names no slots for them")
-    most = min(longest, K.sinks if first else K.ring)
+    most = min(longest, K.sink_tokens if first else K.ring)
     if not most:
         return []
     ROWS = 4 if arch != "interpreter" else 16
@@ -87,14 +87,14 @@ def keep_launches(
 
 def _checked(
     rows: Rows, k: Plane, v: Plane, query_start: torch.Tensor, seq_lens: torch.Tensor, arch: str
-) -> tuple[torch.Tensor, torch.Tensor, Side, Side]:
+) -> tuple[torch.Tensor, torch.Tensor, PlaneSpec, PlaneSpec]:
     new_k, new_v = check_rows(rows.k, "rows.k", (None, None, None)), check_rows(rows.v, "rows.v", (*rows.k.shape[:2], None))
     check_index(query_start, "query_start", torch.int32, 1)
     check_index(seq_lens, "seq_lens", torch.int32, 1)
     for name, slots in (("tail_slots", rows.tail_slots), ("sink_slots", rows.sink_slots)):
         if slots is not None:
             check_index(slots, f"rows.{name}", torch.int64, 1)
-    return new_k, new_v, side(k, new_k.shape[2], "k", arch), side(v, new_v.shape[2], "v", arch)
+    return new_k, new_v, plane_spec(k, new_k.shape[2], "k", arch), plane_spec(v, new_v.shape[2], "v", arch)
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def keep_kernel(
     slot = tl.load(slots + request)
     position = start + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if FIRST:
-        keep = (position >= 0) & (position < tl.minimum(length, K.sinks))
+        keep = (position >= 0) & (position < tl.minimum(length, K.sink_tokens))
     else:
         position += tl.maximum(length - K.ring - start, 0)
         keep = (position >= 0) & (position < length)

@@ -76,7 +76,7 @@ def decode_launches(
         *pointers(v),
         block_table,
         seq_lens,
-        rule.sinks,
+        rule.sink_logits,
         out,
         partial,
         partial_top,
@@ -87,7 +87,7 @@ def decode_launches(
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     launches = [Launch(decode_kernel, (splits, H, R), args, {"K": K, "V": V, "P": P, "SPLITS": splits}, options)]
     if splits > 1:
-        args = (partial, partial_top, partial_total, v.static_scale, v.static_zero, rule.sinks, out, *out.stride()[:2])
+        args = (partial, partial_top, partial_total, v.static_scale, v.static_zero, rule.sink_logits, out, *out.stride()[:2])
         constants = {"V": V, "G": P.G, "SPLITS": splits, "LANES": power_of_two(splits)}
         launches.append(Launch(reduce_kernel, (P.G, H, R), args, constants, {"num_warps": 4, "enable_fp_fusion": True}))
     return launches
@@ -102,7 +102,7 @@ def split_count(requests: int, kv_heads: int, longest: int, processors: int) -> 
 @triton.jit
 def decode_kernel(
     q, k_codes, k_scale, k_zero, k_static_scale, k_static_zero, v_codes, v_scale, v_zero, v_static_scale, v_static_zero,
-    block_table, seq_lens, sinks, out, partial, partial_top, partial_total,
+    block_table, seq_lens, sink_logits, out, partial, partial_top, partial_total,
     q_stride_t, q_stride_h, table_stride, out_stride_t, out_stride_h,
     k_new, v_new, k_tail, v_tail, k_sink, v_sink, tail_slots, sink_slots, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
@@ -134,7 +134,7 @@ def decode_kernel(
             sink_slot = tl.load(sink_slots + request)
         raw_start = tl.maximum(raw_from(length - 1, K), 0)
         raw_stop = tl.where(split == SPLITS - 1, length, raw_start)
-        sink_stop = tl.where(split == 0, tl.minimum(length, K.sinks), 0)
+        sink_stop = tl.where(split == 0, tl.minimum(length, K.sink_tokens), 0)
         raw = (
             k_new, v_new, k_tail, v_tail, k_sink, v_sink, tail_slot, sink_slot, request, length - 1, raw_start, raw_stop,
             sink_stop, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
@@ -148,8 +148,8 @@ def decode_kernel(
     mask = (row < P.G)[:, None] & (c < V.width)[None, :]
     if SPLITS == 1:
         share = total
-        if sinks is not None:
-            total = add_sink(top, total, tl.load(sinks + row_head, mask=keep, other=0.0))
+        if sink_logits is not None:
+            total = add_sink(top, total, tl.load(sink_logits + row_head, mask=keep, other=0.0))
         to = out + at * out_stride_t + (row_head * out_stride_h)[:, None] + c[None, :]
         low = finish(acc_low, share, total, head, 0, v_static_scale, v_static_zero, V)
         tl.store(to, low.to(out.dtype.element_ty), mask=mask)
@@ -168,7 +168,7 @@ def decode_kernel(
 
 @triton.jit
 def reduce_kernel(
-    partial, partial_top, partial_total, v_static_scale, v_static_zero, sinks, out, out_stride_t, out_stride_h,
+    partial, partial_top, partial_total, v_static_scale, v_static_zero, sink_logits, out, out_stride_t, out_stride_h,
     V: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Program (g, h, r): joins the parts of one query head."""
@@ -182,8 +182,8 @@ def reduce_kernel(
     weight = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
     share = tl.sum(weight * tl.load(partial_total + first + s, mask=keep, other=0.0), 0) + tl.zeros([1], tl.float32)
     total = share
-    if sinks is not None:
-        total = add_sink(top, total, tl.load(sinks + query_head))
+    if sink_logits is not None:
+        total = add_sink(top, total, tl.load(sink_logits + query_head))
     STREAMS: tl.constexpr = V.streams
     for stream in tl.static_range(STREAMS):
         c = tl.arange(0, V.lanes)

@@ -68,7 +68,7 @@ def extend_launches(
     P = problem(q, K, V, q.shape[1] // H, rule, tile, keys)
     grid = (triton.cdiv(longest, P.rows // P.G), H, R)
     strides = (*q.stride()[:2], block_table.stride(0), *out.stride()[:2])
-    args = (q, *pointers(k), *pointers(v), block_table, query_start, seq_lens, rule.sinks, out, *strides, *raw)
+    args = (q, *pointers(k), *pointers(v), block_table, query_start, seq_lens, rule.sink_logits, out, *strides, *raw)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     return [Launch(extend_kernel, grid, args, {"K": K, "V": V, "P": P}, options)]
 
@@ -76,7 +76,7 @@ def extend_launches(
 @triton.jit
 def extend_kernel(
     q, k_codes, k_scale, k_zero, k_static_scale, k_static_zero, v_codes, v_scale, v_zero, v_static_scale, v_static_zero,
-    block_table, query_start, seq_lens, sinks, out, q_stride_t, q_stride_h, table_stride, out_stride_t, out_stride_h,
+    block_table, query_start, seq_lens, sink_logits, out, q_stride_t, q_stride_h, table_stride, out_stride_t, out_stride_h,
     k_new, v_new, k_tail, v_tail, k_sink, v_sink, tail_slots, sink_slots, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def extend_kernel(
             sink_slot = tl.load(sink_slots + request)
         raw = (
             k_new, v_new, k_tail, v_tail, k_sink, v_sink, tail_slot, sink_slot, first_row, length - count, raw_start, raw_stop,
-            tl.minimum(stop, K.sinks), k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+            tl.minimum(stop, K.sink_tokens), k_stride_t, k_stride_h, v_stride_t, v_stride_h,
         )  # fmt: skip
         if K.has_tail:
             stop = tl.maximum(raw_from(stop - 1, K), start)
@@ -125,8 +125,8 @@ def extend_kernel(
         K, V, P,
     )  # fmt: skip
     share = total
-    if sinks is not None:
-        total = add_sink(top, total, tl.load(sinks + row_head, mask=keep, other=0.0))
+    if sink_logits is not None:
+        total = add_sink(top, total, tl.load(sink_logits + row_head, mask=keep, other=0.0))
     c = tl.arange(0, V.lanes)
     to = out + (at * out_stride_t + row_head * out_stride_h)[:, None] + c[None, :]
     mask = keep[:, None] & (c < V.width)[None, :]

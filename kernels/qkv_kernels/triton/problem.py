@@ -6,7 +6,7 @@ import triton.language as tl
 from qkv_kernels.reference.attend import Plane, Rule
 from qkv_kernels.reference.overlay import Rows
 from qkv_kernels.triton import tuning
-from qkv_kernels.triton.spec import MAX_GROUP, Problem, Side, check_index, check_rows, pair_refusal, side
+from qkv_kernels.triton.spec import MAX_QUERIES_PER_KV_HEAD, PlaneSpec, Problem, check_index, check_rows, pair_refusal, plane_spec
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -20,11 +20,11 @@ def check_attend(
     rule: Rule,
     out: torch.Tensor,
     arch: str,
-) -> tuple[torch.Tensor, Side, Side]:
-    """q with unit stride, and both sides. Raises ValueError naming the argument."""
+) -> tuple[torch.Tensor, PlaneSpec, PlaneSpec]:
+    """q with unit stride, and what the kernels know of K and of V. Raises ValueError naming the argument."""
     q = check_rows(q, "q", (None, None, None))
     T, Hq, Dk = q.shape
-    K, V = side(k, Dk, "k", arch), side(v, out.shape[-1], "v", arch)
+    K, V = plane_spec(k, Dk, "k", arch), plane_spec(v, out.shape[-1], "v", arch)
     H = k.codes.shape[1]
     if v.codes.shape[:3] != k.codes.shape[:3]:
         raise ValueError(
@@ -32,16 +32,16 @@ def check_attend(
         )
     if (reason := pair_refusal(k.fmt, v.fmt)) is not None:
         raise ValueError(reason)
-    if Hq % H or Hq // H > MAX_GROUP:
-        raise ValueError(f"q has {Hq} heads; it must be 1 to {MAX_GROUP} times the {H} kv heads")
+    if Hq % H or Hq // H > MAX_QUERIES_PER_KV_HEAD:
+        raise ValueError(f"q has {Hq} heads; it must be 1 to {MAX_QUERIES_PER_KV_HEAD} times the {H} kv heads")
     check_index(block_table, "block_table", torch.int32, 2)
     check_index(seq_lens, "seq_lens", torch.int32, 1)
     if len(block_table) != len(seq_lens):
         raise ValueError(f"block_table must have a row for each of the {len(seq_lens)} seq_lens, got {len(block_table)}")
     if out.shape[:2] != q.shape[:2] or out.dtype != q.dtype or out.stride(-1) != 1:
         raise ValueError(f"out must be {q.dtype} of shape ({T}, {Hq}, Dv) with unit stride, got {out.dtype} {tuple(out.shape)}")
-    if rule.sinks is not None and (rule.sinks.shape != (Hq,) or rule.sinks.stride(0) != 1):
-        raise ValueError(f"sinks must have shape ({Hq},), got {tuple(rule.sinks.shape)}")
+    if rule.sink_logits is not None and (rule.sink_logits.shape != (Hq,) or rule.sink_logits.stride(0) != 1):
+        raise ValueError(f"sink_logits must have shape ({Hq},), got {tuple(rule.sink_logits.shape)}")
     return q, K, V
 
 
@@ -70,7 +70,7 @@ def check_rows_kept(rows: Rows | None, k: Plane, v: Plane, q: torch.Tensor, requ
     return rows.k, rows.v, k.tail, v.tail, k.sink, v.sink, tail_slots, sink_slots, *rows.k.stride()[:2], *rows.v.stride()[:2]
 
 
-def problem(q: torch.Tensor, K: Side, V: Side, G: int, rule: Rule, rows: int, keys: int) -> Problem:
+def problem(q: torch.Tensor, K: PlaneSpec, V: PlaneSpec, G: int, rule: Rule, rows: int, keys: int) -> Problem:
     """Float32 queries are attended in float32. Otherwise codes are widened to float16, exactly, and rows stored as 16-bit floats
     are multiplied as such; queries are scaled to fit where float16 is not their own type."""
     mat_k, mat_v = _matrix_type(q.dtype, K), _matrix_type(q.dtype, V)
@@ -92,14 +92,14 @@ def problem(q: torch.Tensor, K: Side, V: Side, G: int, rule: Rule, rows: int, ke
     )
 
 
-def _pages(S: Side, keys: int) -> int:
+def _pages(S: PlaneSpec, keys: int) -> int:
     """Pages of a tile of keys; as many as keys where pages do not divide it."""
     if S.B % keys == 0:
         return 1
     return keys // S.B if keys % S.B == 0 else keys
 
 
-def _matrix_type(compute: torch.dtype, S: Side) -> tl.dtype:
+def _matrix_type(compute: torch.dtype, S: PlaneSpec) -> tl.dtype:
     if compute == torch.float32 or S.fmt.storage == torch.float32:
         return tl.float32
     if S.kind != "raw":

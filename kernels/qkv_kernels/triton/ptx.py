@@ -20,7 +20,7 @@ E4M3_BITS = f"{{ .reg .b32 s, t; {E5M2} {_SHIFT.format(r='$0')} {_SHIFT.format(r
 
 
 def widen(kind: str, stream: int, native_fp8: bool) -> str:
-    """The snippet for codes of a Side's kind; stream 1 is the high nibbles."""
+    """The snippet for codes of a PlaneSpec's kind; stream 1 is the high nibbles."""
     if kind == "int4":
         return INT4_HIGH if stream else INT4_LOW
     return {"int8": INT8, "int3": INT3, "int2": INT2, "e5m2": E5M2, "e4m3": E4M3 if native_fp8 else E4M3_BITS}[kind]

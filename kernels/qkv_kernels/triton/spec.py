@@ -9,18 +9,19 @@ from typing import Literal
 
 import torch
 
-from qkv_kernels.format import STATIC_SCALES, KVFormat
+from qkv_kernels.format import STATIC_SCALES, UNFUSED, KVFormat
 from qkv_kernels.reference import codec
 from qkv_kernels.reference.attend import Plane
 from qkv_kernels.triton import ptx
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-MAX_GROUP = 16  # query heads per kv head
+MAX_QUERIES_PER_KV_HEAD = 16  # query heads per kv head
 
 
 @dataclass(frozen=True)
-class Side:
-    """K or V as the kernels see it. Strides in elements: of pages, heads and rows; of statics, heads and channels."""
+class PlaneSpec:
+    """The plane of K or of V as the kernels see it. Strides in elements: of pages, heads and rows;
+    of statics, heads and channels."""
 
     fmt: KVFormat
     D: int
@@ -129,7 +130,7 @@ class Side:
         return self.fmt.tail_blocks
 
     @property
-    def sinks(self) -> int:
+    def sink_tokens(self) -> int:
         """First tokens of a sequence that are read raw."""
         return self.fmt.sink_tokens
 
@@ -202,7 +203,7 @@ class Problem:
     raw_keys: int
 
 
-def side(plane: Plane, D: int, name: str, arch: str) -> Side:
+def plane_spec(plane: Plane, D: int, name: str, arch: str) -> PlaneSpec:
     """Checks a plane against its format. Raises ValueError naming the plane (`name`) and the tensor."""
     fmt, N, H, B = plane.fmt, *plane.codes.shape[:3]
     reason = refusal(fmt, D)
@@ -237,7 +238,7 @@ def side(plane: Plane, D: int, name: str, arch: str) -> Side:
     def static_strides(t: torch.Tensor | None) -> tuple[int, int]:
         return (0, 0) if t is None or not t.dim() else (t.stride(0), t.stride(1) if t.dim() == 2 else 0)
 
-    return Side(
+    return PlaneSpec(
         fmt,
         D,
         B,
@@ -261,6 +262,8 @@ def _conversion(arch: str) -> Literal["plain", "packed", "fp8"]:
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
     """None if the kernels read and write the format at head dim D, else the reason and what would work."""
+    if fmt.reading == "quantizer":
+        return UNFUSED
     reason = codec.refusal(fmt, D)
     if reason:
         return reason

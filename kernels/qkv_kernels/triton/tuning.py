@@ -25,7 +25,7 @@ import torch
 import triton
 from triton import knobs
 
-from qkv_kernels.triton.spec import Side
+from qkv_kernels.triton.spec import PlaneSpec
 
 # Triton 3.6 cannot pipeline the assembly that widens codes in the loops it makes for sm_100; 3.9 can.
 _OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -72,7 +72,7 @@ def append(arch: str, T: int) -> AppendLaunch:
     return AppendLaunch(rows=16 if arch == "interpreter" else 4, warps=2)
 
 
-def decode(arch: str, K: Side, V: Side) -> AttendLaunch:
+def decode(arch: str, K: PlaneSpec, V: PlaneSpec) -> AttendLaunch:
     if arch == "interpreter":
         return AttendLaunch(16, 32, 4, 1)
     fewest = min(S.fmt.bits for S in (K, V))
@@ -82,7 +82,7 @@ def decode(arch: str, K: Side, V: Side) -> AttendLaunch:
     return AttendLaunch(16, keys, 4, stages)
 
 
-def extend(arch: str, K: Side, V: Side) -> AttendLaunch:
+def extend(arch: str, K: PlaneSpec, V: PlaneSpec) -> AttendLaunch:
     if arch == "interpreter":
         return AttendLaunch(32, 32, 4, 1)
     wide = max(K.lanes * K.streams, V.lanes * V.streams) > 128
@@ -100,7 +100,7 @@ def extend(arch: str, K: Side, V: Side) -> AttendLaunch:
     return AttendLaunch(64, 32 if narrow else 64, 8 if wide or padded else 4, 2)
 
 
-def _decode_bytes_per_key(K: Side, V: Side, stages: int) -> int:
+def _decode_bytes_per_key(K: PlaneSpec, V: PlaneSpec, stages: int) -> int:
     """Shared memory: codes in flight, V once more as the matrix unit's operand where it is converted on the way, indices."""
     codes = sum(S.lanes * S.fmt.storage.itemsize for S in (K, V))
     return (stages - 1) * codes + (0 if V.kind == "raw" else 2 * V.lanes) + 64

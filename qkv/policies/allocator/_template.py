@@ -1,4 +1,4 @@
-"""One line for people: how the pool is cut into blocks, and which free block is handed out."""
+"""Replace this by one line for readers: how the pool is cut into blocks, and which free block is handed out."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,14 @@ from qkv.types import BlockId
 @ALLOCATORS.register("template")
 @dataclass
 class Template(Paged):
-    """Starting point: `paged`, but the lowest free blocks first, which keeps the used part of the pool compact.
+    """A starting point: like `paged`, but it hands out the lowest free blocks first, which keeps the used blocks together.
 
-    Source: where the idea comes from; Differs: what this does otherwise. The fields are the policy's settings; for
-    something that is not a kind of paging derive from BlockAllocator (see contiguous.py) instead.
+    Source: where the idea comes from; Differs: what this policy does otherwise. The dataclass fields are the policy's settings.
+    A policy that is not a kind of paging derives from BlockAllocator instead (see contiguous.py).
     """
 
     def allocate(self, n: int) -> list[BlockId]:
-        """n blocks with reference count 1, evicting if needed. All, or NoFreeBlocks with nothing changed."""
+        """Return n blocks with reference count 1; evict for them if needed. NoFreeBlocks, with nothing changed, if there are
+        not n."""
         self._free.sort(reverse=True)  # blocks are taken from the end
         return super().allocate(n)

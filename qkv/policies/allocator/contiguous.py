@@ -1,4 +1,4 @@
-"""One contiguous region of the longest allowed length per request, reserved up front: the baseline that paging beats."""
+"""Every request reserves one contiguous region for the longest allowed length up front: the baseline that paging beats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ from qkv.validate import require
 @ALLOCATORS.register("contiguous")
 @dataclass
 class Contiguous(BlockAllocator):
-    """Regions of max_len tokens (None: the engine's max_model_len); nothing is shared, nothing is cached.
+    """Regions of max_len tokens (None: the engine's max_model_len). Nothing is shared, and nothing is cached.
 
-    Source: what engines before PagedAttention did (FasterTransformer, static caches). block_size only sets the page
-    that kernels walk; within a region pages are consecutive.
+    Source: what engines before PagedAttention did (FasterTransformer, static caches). block_size only sets the size of the
+    pages that kernels walk; the pages of a region are consecutive.
     """
 
     grows: ClassVar[bool] = False
@@ -66,7 +66,7 @@ class Contiguous(BlockAllocator):
         if n == 0:
             return []
         if n != self._region or not self._regions:
-            raise NoFreeBlocks(f"{n} blocks asked for; {len(self._regions)} regions of {self._region} blocks are free")
+            raise NoFreeBlocks(f"{n} blocks were asked for; {len(self._regions)} regions of {self._region} blocks are free")
         first = self._regions.pop()
         blocks = list(range(first, first + self._region))
         for block in blocks:

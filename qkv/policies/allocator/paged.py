@@ -1,4 +1,4 @@
-"""Blocks on demand, shared by content: the pool as a free list plus a prefix cache."""
+"""Requests get blocks as they grow and share those of equal content: the pool is a free list and a prefix cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from qkv.validate import require
 
 @dataclass(slots=True)
 class _Published:
-    """A block whose content can be hit. Invariant: a cached block's parent is cached or referenced, and published."""
+    """A block that prefix matches can find. Always: its parent is published too, and is cached or referenced."""
 
     meta: BlockMeta
     hash: BlockHash
     tokens: tuple[int, ...]
     parent: BlockId  # NULL_BLOCK at the root
-    children: int = 0
+    children: int = 0  # published blocks whose parent is this one
 
 
 @ALLOCATORS.register("paged")
@@ -25,8 +25,8 @@ class _Published:
 class Paged(BlockAllocator):
     """block_size tokens per block. Source: PagedAttention (Kwon et al., 2023).
 
-    Eviction is leaf first whatever the evictor prefers: it is offered only blocks without cached children, so no cached
-    block is ever unreachable. A hit compares the tokens too, so a hash collision costs a miss and never a wrong answer.
+    Leaves are evicted first, whatever the evictor prefers: it is offered only blocks without published children, so no cached
+    block ever becomes unreachable. A match compares the tokens too, so a hash collision costs a miss and never a wrong answer.
     """
 
     block_size: int = 16
@@ -64,7 +64,7 @@ class Paged(BlockAllocator):
 
     def allocate(self, n: int) -> list[BlockId]:
         if n > self.num_available:
-            raise NoFreeBlocks(f"{n} blocks asked for, {self.num_available} available")
+            raise NoFreeBlocks(f"{n} blocks were asked for, and {self.num_available} are available")
         while len(self._free) < n:
             self._evict()
         blocks = [self._free.pop() for _ in range(n)]
@@ -126,10 +126,10 @@ class Paged(BlockAllocator):
         before = self.evictions
         while self._cached:
             self._evict()
-        self.evictions = before  # nobody needed the room
+        self.evictions = before  # evictions count blocks that went because others needed the room
 
     def _evict(self) -> None:
-        """Turn the evictor's worst block into a free one; its parent may become evictable."""
+        """Free the block that the evictor names; its parent may become evictable."""
         (block,) = self._evictor.pop(1)
         entry = self._published.pop(block)
         del self._index[entry.hash]

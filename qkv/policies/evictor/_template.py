@@ -1,4 +1,4 @@
-"""One line for people: which block goes first, and why that should help."""
+"""Replace this by one line for readers: which block goes first, and why that should help."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from qkv.validate import require
 @EVICTORS.register("template")
 @dataclass
 class Template(PriorityEvictor):
-    """Starting point: least recently used, where every hit counts as `hit_steps` steps of youth.
+    """A starting point: least recently used, where every hit makes a block count as `hit_steps` steps younger.
 
-    Source: where the idea comes from; Differs: what this does otherwise. The fields are the policy's settings.
+    Source: where the idea comes from; Differs: what this policy does otherwise. The dataclass fields are the policy's settings.
     """
 
     hit_steps: float = 10.0
@@ -20,5 +20,6 @@ class Template(PriorityEvictor):
         require(self.hit_steps >= 0, "hit_steps", self.hit_steps, "at least 0")
 
     def priority(self, meta: BlockMeta) -> float:
-        """The smallest is evicted first. `meta` has block, depth, born_step, last_step and hits. Pure: no clock, no state."""
+        """The block of the smallest priority is evicted first. It follows from `meta` alone, without a clock or other state;
+        `meta` has block, depth, born_step, last_step and hits."""
         return meta.last_step + self.hit_steps * meta.hits

@@ -1,7 +1,7 @@
-"""Which cached block goes when the pool is full.
+"""Chooses which cached block is evicted when the pool is full.
 
-Takes: blocks that became evictable (reference count 0, content valid, no cached child). Gives: victims, worst first.
-Does not know about: reference counts, hashes, requests, clocks (time is the engine's step counter).
+Takes: blocks that became evictable (reference count 0, valid content, no published child). Gives: victims, in the order in
+which to evict them. Does not know about: reference counts, hashes, requests, clocks (time is the engine's step counter).
 """
 
 import heapq
@@ -14,12 +14,12 @@ from qkv.types import BlockId
 
 
 class NotEnough(Exception):
-    """Fewer victims than asked for; nothing was changed."""
+    """The evictor holds fewer blocks than victims were asked for; nothing was changed."""
 
 
 @dataclass(slots=True)
 class BlockMeta:
-    """What is known of one cached block. `hits` counts prefix matches, in all and not only since the last release."""
+    """What an evictor may know of one published block. `hits` counts its prefix matches since it was published."""
 
     block: BlockId
     depth: int  # place in its prefix chain, 0 at the root
@@ -30,35 +30,39 @@ class BlockMeta:
 
 @dataclass
 class Evictor(ABC):
-    """Holds evictable blocks. The allocator offers leaves only, so no policy can orphan a cached child."""
+    """Holds the evictable blocks. Only the allocator calls it, and adds only blocks without published children, so that no
+    policy can cut a cached block off from the root of its chain."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def add(self, meta: BlockMeta) -> None:
-        """The block became evictable."""
+        """The block became evictable: its last reference was released, or its last published child was evicted."""
 
     @abstractmethod
     def hit(self, meta: BlockMeta) -> None:
-        """A prefix match used the block, held here or not; meta.hits and meta.last_step are already updated."""
+        """A request was admitted with this block in its cached prefix. The block may be held here or not; meta.hits and
+        meta.last_step are up to date. If it is held, remove follows."""
 
     @abstractmethod
     def remove(self, block: BlockId) -> None:
-        """The block is no longer evictable. KeyError if it is not held."""
+        """The block is no longer evictable: a request references it again. Raises KeyError if it is not held here."""
 
     @abstractmethod
     def pop(self, n: int) -> list[BlockId]:
-        """Remove and return n victims, worst first. Raises NotEnough, with nothing changed, if fewer are held."""
+        """Remove n blocks and return them, the one to evict first in front. Called when the free blocks do not suffice.
+        Raises NotEnough, with nothing changed, if fewer than n are held."""
 
     @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """How many blocks are held. The allocator compares it with its own count in check."""
 
 
 @dataclass
 class PriorityEvictor(Evictor):
-    """The easy road: write one pure function, `priority`. The heap lives here, once.
+    """An evictor that only has to say how much a block is worth, in one pure function, `priority`. This class keeps the heap.
 
-    Ties go to the deeper block, then to the older block id.
+    Of blocks with equal priority the deeper one is evicted first, then the one with the smaller block id.
     """
 
     _heap: list[tuple[Any, int, BlockId, int]] = field(default_factory=list, init=False, repr=False)
@@ -67,12 +71,14 @@ class PriorityEvictor(Evictor):
 
     @abstractmethod
     def priority(self, meta: BlockMeta) -> Any:
-        """Sortable; the smallest is evicted first. Pure."""
+        """A sortable value; the block with the smallest is evicted first. Called by add, and by hit for blocks held here. It must
+        follow from `meta` alone."""
 
     def add(self, meta: BlockMeta) -> None:
+        priority = self.priority(meta)
         self._version += 1
         self._live[meta.block] = self._version
-        heapq.heappush(self._heap, (self.priority(meta), -meta.depth, meta.block, self._version))
+        heapq.heappush(self._heap, (priority, -meta.depth, meta.block, self._version))
         if len(self._heap) > 64 + 4 * len(self._live):
             self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[3]]
             heapq.heapify(self._heap)
@@ -86,7 +92,7 @@ class PriorityEvictor(Evictor):
 
     def pop(self, n: int) -> list[BlockId]:
         if n > len(self._live):
-            raise NotEnough(f"{n} victims asked for, {len(self._live)} blocks held")
+            raise NotEnough(f"{n} victims were asked for, and {len(self._live)} blocks are held")
         victims: list[BlockId] = []
         while len(victims) < n:
             _, _, block, version = heapq.heappop(self._heap)

@@ -8,7 +8,7 @@ from qkv.policies.evictor.base import EVICTORS, BlockMeta, PriorityEvictor
 @EVICTORS.register("fifo")
 @dataclass
 class FIFO(PriorityEvictor):
-    """The baseline that any use-aware policy should beat."""
+    """The baseline that every policy that looks at use should beat."""
 
     def priority(self, meta: BlockMeta) -> int:
         return meta.born_step

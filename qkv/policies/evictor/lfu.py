@@ -10,10 +10,11 @@ from qkv.validate import require
 @EVICTORS.register("lfu")
 @dataclass
 class LFU(PriorityEvictor):
-    """priority = log2(1 + hits) + last_step / age_steps, which orders blocks by hits x 2^(-(now - last_step) / age_steps)
-    at any `now`, so entries never need re-sorting as time passes.
+    """priority = log2(1 + hits) + last_step / age_steps. At every moment `now` this orders blocks as
+    (1 + hits) x 2^(-(now - last_step) / age_steps) does, so entries need no sorting again as time passes.
 
-    Source: the decayed-frequency end of LRFU (Lee et al., 2001); the count itself does not decay, only its age weighs.
+    Source: LRFU (Lee et al., 2001), at its end of decayed frequency. Differs: the count does not decay by itself; it is
+    weighted by the time since the last use.
     """
 
     age_steps: float = 1000.0

@@ -1,4 +1,4 @@
-"""Segmented LRU: blocks hit at least `protect_at` times go last; least recently used within each segment."""
+"""Segmented LRU: blocks hit at least `protect_at` times go last; within each segment the least recently used goes first."""
 
 from dataclasses import dataclass
 

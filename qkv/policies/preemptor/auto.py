@@ -1,4 +1,4 @@
-"""Swap or recompute, whichever is cheaper for this victim by what was measured on this machine."""
+"""Swaps or recomputes, whichever is cheaper for this victim by what was measured on this machine."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from qkv.validate import require
 @PREEMPTORS.register("auto")
 @dataclass
 class Auto(Preemptor):
-    """Compares 2 x bytes / copy bandwidth with tokens / prefill rate. Quantized blocks are cheaper to swap, so the
-    break-even moves with the quantizer. Until both rates were measured: swap from `swap_from_tokens` tokens on."""
+    """Compares 2 x bytes / copy bandwidth with tokens / prefill rate. Quantized blocks are cheaper to swap, so the length from
+    which swapping pays depends on the quantizer. Until both rates are measured, it swaps from `swap_from_tokens` tokens on."""
 
     swap_from_tokens: int = 512
 

@@ -1,4 +1,4 @@
-"""Drop a victim's blocks and prefill its tokens again later. Needs no host memory; published blocks may still be hit."""
+"""Drops a victim's blocks and prefills its tokens again later. It needs no host memory; published blocks may still be hit."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Copy a victim's blocks to host memory and back, byte for byte. Falls back to recompute when the host pool is full."""
+"""Copies a victim's blocks to host memory and back, byte for byte. When the host pool is full, it recomputes instead."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from qkv.types import RequestView
 @PREEMPTORS.register("swap")
 @dataclass
 class Swap(Preemptor):
-    """Source: vLLM v0's swap mode. Differs: any victim, not only sequence groups."""
+    """Source: vLLM v0's swap mode. Differs: every victim can be swapped, not only sequence groups."""
 
     def mode(self, victim: RequestView, host_free: int, costs: CostModel) -> Mode:
         return "swap" if host_free >= victim.num_blocks else "recompute"

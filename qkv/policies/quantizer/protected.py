@@ -7,18 +7,18 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from qkv.errors import ScaleError
-from qkv.layout import Codes, HeadFormat, KVFormat, LayerShape, Statics
+from qkv.layout import Codes, HeadFormat, HeadStatics, KVFormat, LayerShape, Side, Statics
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
-from qkv.scales import ScaleFile
+from qkv.scales import ScaleFile, StaticTensor
 from qkv.validate import require
 
 
-class _Part(NamedTuple):
-    """One head range of a layer: who stores it, and as which heads (`within`) of which of its parts."""
+class _Range(NamedTuple):
+    """One head range of a layer: the quantizer that stores it, and which heads (`within`) of which of its own ranges it is."""
 
     owner: Quantizer
-    part: int
-    source: HeadFormat
+    range_index: int
+    source: HeadFormat  # the owner's own range
     within: slice
     format: HeadFormat
 
@@ -53,7 +53,6 @@ class ProtectedQuantizer(Quantizer):
         require(all(len(pair) == 2 for pair in self.heads), "heads", self.heads, "[layer, head] pairs")
         self._inner, self._wide = QUANTIZERS.build(self.inner), QUANTIZERS.build(self.wide)
         require(not self._wide.needs_scales, "wide", self._wide.name, "a quantizer that needs no scales, like none or int8_token")
-        self.needs_scales = self._inner.needs_scales  # type: ignore[misc] # what wraps another takes after it
         if "custom" in (self._inner.encode_rule, self._wide.encode_rule):
             self.encode_rule = "custom"  # type: ignore[misc]
 
@@ -63,7 +62,7 @@ class ProtectedQuantizer(Quantizer):
                 f"quantizer protected needs a scale file for its inner {self._inner.name}: write one with "
                 "`python -m calibration.run quantizer=protected` and pass it as scales=<file>"
             )
-        self._inner.bind(layers, scales, dtype, device)
+        self._inner.bind(layers, scales, dtype, device)  # it holds the static tensors
         self._wide.bind(layers, None, dtype, device)
         known = range(-len(layers), len(layers))
         for layer in (*self.layers, *(pair[0] for pair in self.heads)):
@@ -72,20 +71,20 @@ class ProtectedQuantizer(Quantizer):
         for i, head in self.heads:
             require(0 <= head < layers[i].H, f"protected head of layer {i}", head, f"0 to {layers[i].H - 1}")
             wide.add((i % len(layers), head))
-        self._parts = [self._cut(i, [(i, h) in wide for h in range(layer.H)]) for i, layer in enumerate(layers)]
+        self._ranges = [self._cut(i, [(i, h) in wide for h in range(layer.H)]) for i, layer in enumerate(layers)]
 
-    def _cut(self, layer: int, wide: list[bool]) -> list[_Part]:
-        """The parts of both quantizers, cut where protection begins or ends."""
-        parts = []
+    def _cut(self, layer: int, wide: list[bool]) -> list[_Range]:
+        """The head ranges of both quantizers, cut where protection begins or ends."""
+        ranges = []
         for owner in (self._inner, self._wide):
             for i, source in enumerate(owner.formats(layer)):
-                for mine, group in groupby(source.heads, key=lambda head: wide[head] == (owner is self._wide)):
+                for mine, run in groupby(source.heads, key=lambda head: wide[head] == (owner is self._wide)):
                     if mine:
-                        heads = list(group)
+                        heads = list(run)
                         cut = HeadFormat(range(heads[0], heads[-1] + 1), self._guard(source.k), self._guard(source.v))
                         within = slice(heads[0] - source.heads.start, heads[-1] + 1 - source.heads.start)
-                        parts.append(_Part(owner, i, source, within, cut))
-        return sorted(parts, key=lambda p: p.format.heads.start)
+                        ranges.append(_Range(owner, i, source, within, cut))
+        return sorted(ranges, key=lambda p: p.format.heads.start)
 
     def _guard(self, fmt: KVFormat) -> KVFormat:
         if fmt.raw:
@@ -95,51 +94,46 @@ class ProtectedQuantizer(Quantizer):
         return replace(fmt, sink_tokens=max(fmt.sink_tokens, self.sink_tokens), unit=unit, tail_blocks=tail)
 
     def formats(self, layer: int) -> list[HeadFormat]:
-        return [p.format for p in self._parts[layer]]
+        return [p.format for p in self._ranges[layer]]
 
-    def statics(self, layer: int) -> list[Statics]:
-        def cut(t: torch.Tensor | None, within: slice) -> torch.Tensor | None:
-            return t if t is None or not t.dim() else t[within]
+    def statics(self, layer: int) -> list[HeadStatics]:
+        def cut(statics: Statics, within: slice) -> Statics:
+            return Statics(*(t if t is None or not t.dim() else t[within] for t in statics))
 
-        return [Statics(*(cut(t, p.within) for t in p.owner.statics(layer)[p.part])) for p in self._parts[layer]]
+        owned = ((p.owner.statics(layer)[p.range_index], p.within) for p in self._ranges[layer])
+        return [HeadStatics(cut(s.k, within), cut(s.v, within)) for s, within in owned]
 
-    def encode_k(self, x: torch.Tensor, layer: int, part: int = 0) -> Codes:
-        return self._encode(x, layer, part, "k")
-
-    def encode_v(self, x: torch.Tensor, layer: int, part: int = 0) -> Codes:
-        return self._encode(x, layer, part, "v")
-
-    def decode_k(self, codes: Codes, layer: int, dtype: torch.dtype, part: int = 0) -> torch.Tensor:
-        return self._decode(codes, layer, dtype, part, "k")
-
-    def decode_v(self, codes: Codes, layer: int, dtype: torch.dtype, part: int = 0) -> torch.Tensor:
-        return self._decode(codes, layer, dtype, part, "v")
-
-    def _encode(self, x: torch.Tensor, layer: int, part: int, side: str) -> Codes:
-        """Through the owner, which knows whole parts: the other heads are zeros, and its codes for them are dropped."""
-        p = self._parts[layer][part]
-        fmt, blocks = getattr(p.source, side), x.shape[:-2]
+    def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:
+        """The owner encodes whole ranges of its own: the other heads are zeros, and its codes for them are dropped."""
+        p = self._ranges[layer][range_index]
+        fmt, blocks = p.source.of(side), x.shape[:-2]
         if fmt.unit == "token":
             x = x.flatten(0, -3)
-        codes = getattr(p.owner, f"encode_{side}")(_among(x, p, -2), layer, p.part)
+        codes = p.owner.encode(_among(x, p, -2), side, layer, p.range_index)
         axis = _head_axis(fmt)
         mine = [codes.data[..., p.within, :], _narrow(codes.scale, p, axis), _narrow(codes.zero, p, axis)]
         data, scale, zero = (t if t is None or fmt.unit == "block" else t.unflatten(0, blocks) for t in mine)
         assert data is not None
         return Codes(data, scale, zero)
 
-    def _decode(self, codes: Codes, layer: int, dtype: torch.dtype, part: int, side: str) -> torch.Tensor:
-        p = self._parts[layer][part]
-        axis = _head_axis(getattr(p.source, side))
+    def decode(self, codes: Codes, side: Side, layer: int, dtype: torch.dtype, range_index: int = 0) -> torch.Tensor:
+        p = self._ranges[layer][range_index]
+        fmt, blocks = p.source.of(side), codes.data.shape[:-2]
+        axis = _head_axis(fmt)
         whole = Codes(_among(codes.data, p, -2), *(None if t is None else _among(t, p, axis) for t in codes[1:]))
-        values: torch.Tensor = getattr(p.owner, f"decode_{side}")(whole, layer, dtype, p.part)
-        return values[..., p.within, :]
+        if fmt.unit == "block":
+            return p.owner.decode(whole, side, layer, dtype, p.range_index)[..., p.within, :]
+        rows = Codes(*(t if t is None else t.flatten(0, len(blocks) - 1) for t in whole))  # type: ignore[arg-type]
+        return p.owner.decode(rows, side, layer, dtype, p.range_index)[..., p.within, :].unflatten(0, blocks)
 
-    def observers(self) -> frozenset[str]:
-        return self._inner.observers()
+    def static_tensors(self) -> list[StaticTensor]:
+        return self._inner.static_tensors()
 
-    def tensors_from_stats(self, stats: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return self._inner.tensors_from_stats(stats)
+    def static_bytes(self) -> int:
+        return self._inner.static_bytes() + self._wide.static_bytes()
+
+    def raw_sink_tokens(self) -> int:
+        return max(self._inner.raw_sink_tokens(), self.sink_tokens)
 
     def warnings(self) -> list[str]:
         return self._inner.warnings() + self._wide.warnings()
@@ -150,12 +144,12 @@ def _head_axis(fmt: KVFormat) -> int:
     return -1 if fmt.scale == "token" else -2
 
 
-def _narrow(t: torch.Tensor | None, p: _Part, axis: int) -> torch.Tensor | None:
+def _narrow(t: torch.Tensor | None, p: _Range, axis: int) -> torch.Tensor | None:
     return None if t is None else t.narrow(axis, p.within.start, p.within.stop - p.within.start)
 
 
-def _among(t: torch.Tensor, p: _Part, axis: int) -> torch.Tensor:
-    """Heads `within`, with zeros for the other heads of the source's part."""
+def _among(t: torch.Tensor, p: _Range, axis: int) -> torch.Tensor:
+    """Heads `within`, with zeros for the other heads of the owner's range."""
     H = len(p.source.heads)
     if t.shape[axis] == H:
         return t

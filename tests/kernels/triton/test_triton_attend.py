@@ -17,17 +17,27 @@ SHAPES = {  # head counts and dims, then the layer's rule
     "gqa2": {},
     "mha": {"G": 1, "B": 64},
     "gqa3, dim 80, window": {"H": 1, "G": 3, "Dk": 80, "window": 19, "B": 8},
-    "gqa16, softcap, sinks": {"H": 1, "G": 16, "softcap": 4.0, "sinks": True},
-    "gqa5, dims 48 and 96, all rules": {"H": 1, "G": 5, "Dk": 48, "Dv": 96, "window": 40, "softcap": 9.0, "sinks": True, "B": 24},
+    "gqa16, softcap, sinks": {"H": 1, "G": 16, "softcap": 4.0, "sink_logits": True},
+    "gqa5, dims 48 and 96, all rules": {
+        "H": 1,
+        "G": 5,
+        "Dk": 48,
+        "Dv": 96,
+        "window": 40,
+        "softcap": 9.0,
+        "sink_logits": True,
+        "B": 24,
+    },
 }
 
 
 def setup(name: str, lengths: list[int], dtype: torch.dtype, H: int = 2, G: int = 2, Dk: int = 32, Dv: int | None = None,
-          B: int = 16, window: int | None = None, softcap: float | None = None, sinks: bool = False, **more: int):  # fmt: skip
+          B: int = 16, window: int | None = None, softcap: float | None = None, sink_logits: bool = False,
+          **more: int):  # fmt: skip
     pool = make_pool(FORMATS[name], lengths, H, Dk, Dv, B, dtype, **more)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(sum(lengths), H * G, Dk, generator=generator).to(dtype)
-    logits = torch.randn(H * G, generator=generator) if sinks else None
+    logits = torch.randn(H * G, generator=generator) if sink_logits else None
     return pool, q, Rule(Dk**-0.5, window, softcap, logits)
 
 
@@ -36,9 +46,17 @@ def expected(pool: Pool, q: torch.Tensor, counts: list[int], rule: Rule, dtype: 
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     positions = torch.cat([torch.arange(n - c, n) for n, c in zip(pool.lengths, counts, strict=True)])
     decodes = len(counts) if set(counts) == {1} else 0
-    sinks = None if rule.sinks is None else rule.sinks.to(dtype)
+    sink_logits = None if rule.sink_logits is None else rule.sink_logits.to(dtype)
     return attend(
-        q.to(dtype), pool.k, pool.v, pool.block_table, positions, starts, pool.lengths, decodes, rule._replace(sinks=sinks)
+        q.to(dtype),
+        pool.k,
+        pool.v,
+        pool.block_table,
+        positions,
+        starts,
+        pool.lengths,
+        decodes,
+        rule._replace(sink_logits=sink_logits),
     )
 
 
@@ -143,12 +161,12 @@ def test_every_residue_of_length_modulo_block_size() -> None:
 @pytest.mark.parametrize("splits", [1, 3, 8, 40])
 def test_splits_change_nothing(splits: int) -> None:
     """More splits than tiles leave some programs without keys."""
-    check_decode("int8_zero", torch.float32, splits, (257, 3), H=1, sinks=True)
+    check_decode("int8_zero", torch.float32, splits, (257, 3), H=1, sink_logits=True)
 
 
 def test_empty_slots_of_a_batch_give_zeros() -> None:
-    """What a captured step runs for the unused part of its bucket."""
-    pool, q, rule = setup("int8", [40, 9], torch.float32, sinks=True)
+    """A captured step has such slots where its batch is smaller than the captured size."""
+    pool, q, rule = setup("int8", [40, 9], torch.float32, sink_logits=True)
     q = torch.cat([last_rows(q, pool.lengths, [1, 1]), torch.full((2, *q.shape[1:]), torch.nan)])
     pool.block_table = torch.cat([pool.block_table, torch.zeros(2, pool.block_table.shape[1], dtype=torch.int32)])
     pool.seq_lens = torch.cat([pool.seq_lens, torch.zeros(2, dtype=torch.int32)])
@@ -200,7 +218,7 @@ def test_pools_of_more_elements_than_32_bits_address(axis: int) -> None:
 
 @pytest.mark.parametrize("factor", [1e-4, 1e4])
 def test_queries_and_scales_beyond_float16_are_attended_all_the_same(factor: float) -> None:
-    """Codes are multiplied in float16: what is large or small goes into float32 factors."""
+    """Codes are multiplied in float16, so large and small values must go into float32 factors."""
     pool, q, rule = setup("int8", [50], torch.float16)
     wide = (q.float() * 1000)[-1:]
     planes: list[Plane] = []
@@ -248,7 +266,7 @@ def test_errors_name_the_argument() -> None:
         ({"block_table": pool.block_table[:1]}, "block_table must have a row for each of the 2"),
         ({"seq_lens": pool.seq_lens.long()}, "seq_lens must be 1-dimensional torch.int32"),
         ({"out": out.half()}, "out must be torch.float32"),
-        ({"rule": rule._replace(sinks=torch.ones(3))}, "sinks must have shape"),
+        ({"rule": rule._replace(sink_logits=torch.ones(3))}, "sink_logits must have shape"),
         ({"splits": 0}, "splits must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -75,7 +75,7 @@ def test_modes_of_the_reference_only_are_declined() -> None:
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 def test_mixed_steps_store_the_same_bytes_and_attend_to_them(quantizer: object) -> None:
-    layer = shape(H=2, G=3, Dk=24, Dv=64, window=31, sinks=True)
+    layer = shape(H=2, G=3, Dk=24, Dv=64, window=31, sink_logits=True)
     fused, reference = (Paged(layer, quantizer, [37, 5, 70], backend=b) for b in (TritonBackend(), None))
     schedule = [{0: 33}, {1: 1, 0: 1, 2: 40}, {0: 1, 2: 1, 1: 2}]
     for got, want in zip(fused.run(schedule), reference.run(schedule), strict=True):
@@ -107,10 +107,10 @@ def test_nothing_of_a_step_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch, qu
     def meta(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
 
-    backend._planes = [
-        [(heads, *(Plane(p.fmt, *(t if t is None else t.to("meta") for t in p[1:])) for p in sides)) for heads, *sides in parts]
-        for parts in backend._planes
-    ]
+    def moved(p: Plane) -> Plane:
+        return Plane(p.fmt, *(t if t is None else t.to("meta") for t in p[1:]))
+
+    backend._planes = [[p._replace(k=moved(p.k), v=moved(p.v)) for p in ranges] for ranges in backend._planes]
     step = AttentionMetadata(
         block_table=meta(3, 5, of=torch.int32),
         seq_lens=meta(3, of=torch.int32),
