@@ -3,12 +3,14 @@
 Takes: mutations.toml, the present files. Gives: the table in README.md; exit status 1 if a mutation survived its tests.
 Does not touch the checkout: every change is made in a temporary copy, with a cache of compiled kernels of its own.
 
-    python -m tests.mutations                     all of them, about half an hour
-    python -m tests.mutations --only "masks"      those whose name or file contains the text
-    python -m tests.mutations --write             all of them, and the table
+    python -m tests.mutations                       all of them, in about half an hour
+    python -m tests.mutations --only workload.py    those whose name or file contains the text
+    python -m tests.mutations --write               all of them, and the table
 """
 
 import argparse
+import contextlib
+import importlib
 import os
 import re
 import shutil
@@ -17,16 +19,17 @@ import sys
 import tempfile
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "mutations.toml"
 README = ROOT / "tests" / "README.md"
 START, END = "<!-- mutations: written by python -m tests.mutations --write -->", "<!-- end of mutations -->"
-PYTEST = (*("-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"), "--timeout", "200")
+PYTEST = ("-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "--timeout", "200", "--hypothesis-profile", "unshrunk")
 
 
 class Stale(Exception):
@@ -70,6 +73,16 @@ def mutations() -> list[Mutation]:
     return [Mutation(**entry | {"tests": tuple(entry["tests"])}) for entry in entries]
 
 
+def warm_up() -> None:
+    """Import what every test run would import anew for seconds. As tests/conftest.py does, before torch and triton."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    sys.dont_write_bytecode = True  # a change within the same second and of the same length would go unseen
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    for name in ("hypothesis.extra.numpy", "hypothesis.stateful", "transformers.modeling_utils", "triton"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
 def copy_tree(target: Path) -> None:
     """The checkout's files as they are now, committed or not, without what git ignores."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -79,91 +92,122 @@ def copy_tree(target: Path) -> None:
             shutil.copy(ROOT / name, target / name)
 
 
-def run_tests(root: Path, tests: tuple[str, ...], own_cache: bool) -> tuple[int, str]:
-    """pytest's exit status and the first test that failed. own_cache: compiled kernels go to a folder that is then removed."""
-    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a change within the same second and of the same length would go unseen
-    with tempfile.TemporaryDirectory() as cache:
-        if own_cache:
-            environment["QKV_CACHE"] = cache
-        done = subprocess.run([sys.executable, *PYTEST, *tests], cwd=root, env=environment, capture_output=True, text=True)
-    first = re.search(r"^(?:FAILED|ERROR) (\S+::\w+)", done.stdout, re.MULTILINE)
-    return done.returncode, first[1] if first else done.stdout + done.stderr
+def run_tests(root: Path, tests: Sequence[str], log: Path, cache: Path | None = None) -> int:
+    """Start pytest below `root`; returns the process id. cache: where kernels are compiled to, None: the user's folder.
+
+    Forked from this process, which has imported what takes seconds to import and nothing of the product.
+    """
+    if (child := os.fork()) == 0:
+        status = 3
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.chdir(root)
+            if cache is not None:
+                os.environ["QKV_CACHE"] = str(cache)
+            os.environ["PYTHONPATH"] = f"{root}{os.pathsep}{root / 'kernels'}"
+            sys.modules.pop("tests", None)
+            sys.path[:] = [
+                str(root),
+                str(root / "kernels"),
+                *(p for p in sys.path if p not in ("", str(ROOT), str(ROOT / "kernels"))),
+            ]
+            status = int(pytest.main([*PYTEST, *tests]))
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    return child
 
 
-def noticed(mutation: Mutation, root: Path) -> str | None:
-    """The first test below `root` that fails with the mutation, None if it survives. Raises RuntimeError if the tests did not
-    run, which says nothing about them."""
-    path = root / mutation.file
-    before = path.read_text(encoding="utf-8")
-    path.write_text(mutation.apply(root), encoding="utf-8")
-    try:
-        status, first = run_tests(root, mutation.tests, mutation.compiles)
-    finally:
-        path.write_text(before, encoding="utf-8")
-    if status not in (0, 1):
-        raise RuntimeError(f"mutation '{mutation.breaks}': pytest ended with status {status}:\n{first}")
-    return first if status else None
+class Workplace:
+    """A copy of the tree in which one mutation at a time is tried."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.log, self.cache = folder / "tree", folder / "log", folder / "cache"
+        copy_tree(self.root)
+
+    def start(self, mutation: Mutation) -> int:
+        self.mutation, self.begun = mutation, time.monotonic()
+        self.before = (self.root / mutation.file).read_text(encoding="utf-8")
+        (self.root / mutation.file).write_text(mutation.apply(self.root), encoding="utf-8")
+        return run_tests(self.root, mutation.tests, self.log, self.cache if mutation.compiles else None)
+
+    def end(self, status: int) -> str | None:
+        """The first test that failed, None if none did. Raises RuntimeError if the tests did not run, which says nothing."""
+        (self.root / self.mutation.file).write_text(self.before, encoding="utf-8")
+        shutil.rmtree(self.cache, ignore_errors=True)
+        output = self.log.read_text(encoding="utf-8", errors="replace")
+        first = re.search(r"^(?:FAILED|ERROR) (\S+?::\w+)", output, re.MULTILINE)
+        if status == 0:
+            return None
+        if status != 1 or not first:
+            raise RuntimeError(f"mutation '{self.mutation.breaks}': pytest ended with status {status}:\n{output}")
+        return first[1]
 
 
-def table(results: dict[Mutation, str | None]) -> str:
-    rows = ["| what is broken | where | the first test that notices |", "|---|---|---|"]
-    for mutation, first in results.items():
-        file, _, test = (first or "").partition("::")
-        shown = f"`{test}` in [{Path(file).name}]({Path(file).relative_to('tests')})" if first else "**none**"
-        rows.append(f"| {mutation.breaks} | `{mutation.file}` | {shown} |")
-    return "\n".join(rows)
+def try_all(chosen: Sequence[Mutation], folder: Path, jobs: int) -> dict[Mutation, str | None]:
+    """The first test that notices, per mutation, in the list's order; and a line on each as it ends."""
+    left, results = list(reversed(chosen)), dict[Mutation, str | None]()
+    idle, busy = [Workplace(folder / str(i)) for i in range(jobs)], dict[int, Workplace]()
+    while left or busy:
+        while left and idle:
+            place = idle.pop()
+            busy[place.start(left.pop())] = place
+        child, status = os.wait()
+        place = busy.pop(child)
+        first = results[place.mutation] = place.end(os.waitstatus_to_exitcode(status))
+        idle.append(place)
+        progress = f"[{len(results)}/{len(chosen)}] {time.monotonic() - place.begun:4.0f} s  {place.mutation.breaks}"
+        print(f"{progress}: {first or 'SURVIVED ' + ' '.join(place.mutation.tests)}", flush=True)
+    noticing = sorted({first for first in results.values() if first})
+    print(f"{len(noticing)} tests noticed something; now without any mutation", flush=True)
+    _, status = os.waitpid(run_tests(idle[0].root, noticing, idle[0].log), 0)
+    if noticing and status:
+        raise RuntimeError(f"the tests that noticed must pass when nothing is broken, and do not:\n{idle[0].log.read_text()}")
+    return {mutation: results[mutation] for mutation in chosen}
+
+
+def row(mutation: Mutation, first: str | None) -> str:
+    file, _, test = (first or "").partition("::")
+    shown = f"`{test}` in [{Path(file).name}]({Path(file).relative_to('tests')})" if first else "**none**"
+    return f"| {mutation.breaks} | `{mutation.file}` | {shown} |"
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """What is broken -> its row, of the table in README.md."""
+    lines = text.partition(START)[2].partition(END)[0].splitlines()
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
 
 
 def write(results: dict[Mutation, str | None]) -> None:
+    """Renew the rows of these mutations, keep the others', drop those of mutations that are no longer in the list."""
     text = README.read_text(encoding="utf-8")
+    rows = rows_of(text) | {m.breaks: row(m, first) for m, first in results.items()}
+    table = ["| what is broken | where | the first test that notices |", "|---|---|---|"]
+    table += [rows[m.breaks] for m in mutations() if m.breaks in rows]
     before, _, rest = text.partition(START)
-    README.write_text(f"{before}{START}\n\n{table(results)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    README.write_text("\n".join((f"{before}{START}\n", *table, f"\n{END}")) + rest.partition(END)[2], encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="mutations whose name or file contains it")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
-    parser.add_argument("--write", action="store_true", help="write the table into tests/README.md")
+    parser.add_argument("--write", action="store_true", help="write what was found into the table of tests/README.md")
     asked = parser.parse_args()
     chosen = [m for m in mutations() if asked.only.lower() in f"{m.breaks} {m.file}".lower()]
     if not chosen:
         parser.error(f"no mutation's name or file contains '{asked.only}'")
-    if asked.write and asked.only:
-        parser.error("--write needs the whole list: leave --only away")
-    started, copies, done = time.monotonic(), SimpleQueue[Path](), 0
-    results: dict[Mutation, str | None] = {}
-
-    def one(mutation: Mutation) -> str | None:
-        nonlocal done
-        root, begun = copies.get(), time.monotonic()
-        try:
-            first = noticed(mutation, root)
-        finally:
-            copies.put(root)
-        done += 1
-        progress = f"[{done}/{len(chosen)}] {time.monotonic() - begun:4.0f} s  {mutation.breaks}"
-        print(f"{progress}: {first or 'SURVIVED ' + ' '.join(mutation.tests)}", flush=True)
-        return first
-
-    with tempfile.TemporaryDirectory(prefix="qkv-mutations-") as folder:
-        for i in range(asked.jobs):
-            copy_tree(Path(folder) / str(i))
-            copies.put(Path(folder) / str(i))
-        try:
-            for mutation in chosen:
-                mutation.apply(ROOT)
-            unbroken = tuple(sorted({test for m in chosen for test in m.tests}))
-            print(f"the tests without any mutation: {len(unbroken)} files", flush=True)
-            status, first = run_tests(Path(folder) / "0", unbroken, own_cache=False)
-            if status:
-                raise RuntimeError(f"the tests must pass before anything is broken, and do not: {first}")
-            with ThreadPoolExecutor(asked.jobs) as pool:
-                results = dict(zip(chosen, pool.map(one, chosen), strict=True))
-        except (Stale, RuntimeError) as error:
-            print(error, file=sys.stderr)
-            return 2
+    started = time.monotonic()
+    try:
+        for mutation in chosen:
+            mutation.apply(ROOT)
+        with tempfile.TemporaryDirectory(prefix="qkv-mutations-") as folder:
+            results = try_all(chosen, Path(folder), asked.jobs)
+    except (Stale, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
     if asked.write:
         write(results)
     survivors = sum(first is None for first in results.values())
@@ -172,4 +216,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    warm_up()
     sys.exit(main())

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from qkv.policies.allocator.base import ALLOCATORS, BlockAllocator, NoFreeBlocks
 from qkv.policies.allocator.paged import Paged
-from qkv.policies.evictor.base import EVICTORS
+from qkv.policies.evictor.base import EVICTORS, BlockMeta
+from qkv.policies.evictor.lru import LRU
 from qkv.types import NULL_BLOCK, BlockId
 
 PER_REQUEST = 6  # blocks of the longest request
@@ -29,7 +30,7 @@ def state(allocator: BlockAllocator) -> tuple[int, int, list[int]]:
 
 def chain_of(tokens: list[int], size: int) -> list[bytes]:
     """One hash per full block: of everything up to its end, and so short that different contents sometimes collide."""
-    return [xxhash.xxh32_digest(bytes(tokens[:end]))[:1] for end in range(size, len(tokens) + 1, size)]
+    return [bytes([xxhash.xxh32_intdigest(bytes(tokens[:end])) % 53]) for end in range(size, len(tokens) + 1, size)]
 
 
 @allocators
@@ -140,3 +141,48 @@ def test_where_blocks_are_shared_the_traces_meet_hits_deep_blocks_collisions_and
     elif any(s.published for s in seen) or issubclass(ALLOCATORS.get(name), Paged):
         for what in ("published", "hits", "deep_hits", "collisions", "evictions"):
             assert sum(getattr(s, what) for s in seen) > 20, f"{what} hardly ever happened"
+
+
+class _Listening(LRU):
+    """Least recently used, and everything it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, BlockId, int, int]] = []
+
+    def add(self, meta: BlockMeta) -> None:
+        self.told.append(("add", meta.block, meta.hits, meta.last_step))
+        super().add(meta)
+
+    def hit(self, meta: BlockMeta) -> None:
+        self.told.append(("hit", meta.block, meta.hits, meta.last_step))
+        super().hit(meta)
+
+
+@allocators
+def test_the_evictor_hears_of_every_hit_and_of_the_step_of_every_use(name: str) -> None:
+    allocator, evictor = ALLOCATORS.build(name), _Listening()
+    allocator.bind(26, evictor, PER_REQUEST)
+    tokens = list(range(3 * allocator.block_size))
+    chain = chain_of(tokens, allocator.block_size)
+    allocator.step = 5
+    first, second, third = table = allocator.allocate(allocator.blocks_for(len(tokens)))[:3]
+    for i, block in enumerate(table):
+        at = slice(i * allocator.block_size, (i + 1) * allocator.block_size)
+        if not allocator.publish(block, chain[i], table[i - 1] if i else NULL_BLOCK, tuple(tokens[at]), i):
+            pytest.skip("shares nothing")
+    allocator.step = 7
+    allocator.release(table[::-1])
+    assert evictor.told == [("add", third, 0, 7)]
+    allocator.step = 9
+    allocator.acquire(allocator.match(chain[:2], tokens))
+    assert evictor.told[1:] == [("hit", first, 1, 9), ("hit", second, 1, 9)]
+
+
+def test_forgetting_the_cache_is_no_eviction() -> None:
+    allocator = make("paged")
+    (block,) = allocator.allocate(1)
+    assert allocator.publish(block, b"hash", NULL_BLOCK, tuple(range(allocator.block_size)), 0)
+    allocator.release([block])
+    allocator.reset_cache()
+    assert (allocator.num_cached, allocator.evictions) == (0, 0)

@@ -152,7 +152,7 @@ def test_a_model_object_is_taken_as_it_is():
     assert not model.training
     assert (loaded.name, loaded.source) == ("LlamaForCausalLM", "object")
     with pytest.raises(ModelError, match="not Linear"):
-        wrap_model(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+        wrap_model(torch.nn.Linear(2, 2))
 
 
 # -- named shapes --------------------------------------------------------------------------------------------------------

@@ -131,6 +131,7 @@ def test_verdicts_in_words() -> None:
     assert verdict(worse, adjusted_p=0.2).startswith("no measurable loss")
     better = paired([-2.0] * 50, [-1.5 + 0.01 * i for i in range(50)], binary=False, seed=0)
     assert verdict(better, unit="nats") == "gain of 0.745 nats"
+    assert better.p_value > 0, "resampling proves nothing for certain"
     identical = paired([-2.5, -1.0] * 20, [-2.5, -1.0] * 20, binary=False, seed=0)
     assert verdict(identical, unit="nats") == "no sample changed"
 

@@ -187,15 +187,6 @@ class PoolMachine(RuleBasedStateMachine):
                     assert self.sinks[request.sink_slot][: len(own)] == own[:SINKS]
 
 
-def test_ten_thousand_random_operations() -> None:
-    PoolMachine.operations = 0
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        PoolMachine,
-        settings=settings(max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)),
-    )
-    assert PoolMachine.operations >= 10_000
-
-
 def test_admission_is_all_or_nothing() -> None:
     manager = make_manager(num_blocks=5)
     assert not manager.admit(make_request(0, list(range(5 * B))), alone=True)
@@ -306,8 +297,13 @@ def test_prefix_identity(algorithm: str) -> None:
 
 
 def test_the_chain_is_extended_not_rehashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr("qkv.cache.prefix._HASHES", {"xxh3_128": lambda data: calls.append(1) or bytes(16)})
+    calls: list[bytes] = []
+
+    def counted(data: bytes) -> bytes:
+        calls.append(data)
+        return bytes(16)
+
+    monkeypatch.setattr("qkv.cache.prefix._HASHES", {"xxh3_128": counted})
     hasher = PrefixHasher("xxh3_128", B, ["m"])
     chain: list[bytes] = []
     for blocks in range(1, 20):
@@ -383,3 +379,12 @@ def test_contiguous_reserves_the_longest_length_and_shares_nothing() -> None:
     assert manager.admit(c, False)
     assert c.blocks == [1, 2, 3, 4]
     manager.check([b, c])
+
+
+def test_ten_thousand_random_operations() -> None:
+    PoolMachine.operations = 0
+    run_state_machine_as_test(
+        PoolMachine,
+        settings=settings(max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)),
+    )
+    assert PoolMachine.operations >= 10_000

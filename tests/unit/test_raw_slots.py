@@ -45,7 +45,8 @@ def test_the_longest_unused_sinks_make_room_and_a_reused_block_starts_anew() -> 
 
 def test_random_use_keeps_the_books() -> None:
     rng, n = random.Random(0), 4
-    slots, running = SinkSlots(n), []
+    slots = SinkSlots(n)
+    running: list[int] = []
     for _ in range(3000):
         if running and (len(running) == n or rng.random() < 0.5):
             slots.give_back(running.pop(rng.randrange(len(running))))

@@ -1,11 +1,13 @@
 """Sampling against the definitions, and text that comes out whole."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv.sampling import Detokenizer, Sampler, argmax, filter_logits, find_stop, token_logprob
+from qkv.sampling import NOT_FINITE, Detokenizer, Sampler, argmax, filter_logits, find_stop, token_logprob
 from qkv.types import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
@@ -16,7 +18,7 @@ def kept(params: SamplingParams) -> list[int]:
 
 
 def test_filters_keep_what_they_say() -> None:
-    hot = {"temperature": 1.0}
+    hot: dict[str, Any] = {"temperature": 1.0}
     assert kept(SamplingParams(**hot)) == [0, 1, 2, 3, 4]
     assert kept(SamplingParams(**hot, top_k=2)) == [0, 4]
     assert kept(SamplingParams(**hot, top_p=0.5)) == [4]  # 64 % in the first: the token that crosses top_p stays
@@ -95,3 +97,12 @@ def test_stop_strings_are_found_across_token_borders_and_once() -> None:
     assert find_stop("hello EN", ["END"], 0) == -1
     assert find_stop("hello END", ["END"], 8) == 6  # "EN" had been searched already
     assert find_stop("abc", [], 0) == -1
+
+
+@pytest.mark.parametrize("worst", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_yields_no_token_and_leaves_the_others_alone(worst: float, temperature: float) -> None:
+    broken = LOGITS.clone()
+    broken[1] = worst
+    params = SamplingParams(temperature=temperature, top_k=1)
+    assert Sampler(0).sample(torch.stack([LOGITS, broken, LOGITS]), [(i, params) for i in range(3)]) == [4, NOT_FINITE, 4]

@@ -35,7 +35,7 @@ def make(
     pool.bind(num_blocks, EVICTORS.build("lru"), 8)
     hasher = PrefixHasher("xxh3_128", B, []) if prefix else None
     manager = BlockManager(pool, hasher, HostPool(host), Recorder(), watermark, block_bytes=100)
-    return Scheduler(manager, PREEMPTORS.build(preemptor), SchedulerConfig(**config), CostModel(B, 100))  # type: ignore[arg-type]
+    return Scheduler(manager, PREEMPTORS.build(preemptor), SchedulerConfig(**config), CostModel(B, 100))
 
 
 def request(i: int, prompt: int, output: int = 10, priority: int = 0, **kw: int) -> Request:
@@ -219,7 +219,12 @@ def test_planning_touches_only_requests_that_are_due(monkeypatch: pytest.MonkeyP
     run_step(s)
     grown: list[int] = []
     grow = s.manager.grow
-    monkeypatch.setattr(s.manager, "grow", lambda r: grown.append(r.id) or grow(r))
+
+    def counted(r: Request) -> bool:
+        grown.append(r.id)
+        return grow(r)
+
+    monkeypatch.setattr(s.manager, "grow", counted)
     for _ in range(4 * B):
         run_step(s)
     assert len(grown) == 32 * 4
