@@ -28,6 +28,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "mutations.toml"
 README = ROOT / "tests" / "README.md"
+HEADER = ("| what is broken | where | the first test that notices |", "|---|---|---|")
 START, END = "<!-- mutations: written by python -m tests.mutations --write -->", "<!-- end of mutations -->"
 PYTEST = ("-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "--timeout", "200", "--hypothesis-profile", "unshrunk")
 
@@ -103,6 +104,7 @@ def run_tests(root: Path, tests: Sequence[str], log: Path, cache: Path | None = 
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
             os.chdir(root)
             if cache is not None:
                 os.environ["QKV_CACHE"] = str(cache)
@@ -155,7 +157,8 @@ def try_all(chosen: Sequence[Mutation], folder: Path, jobs: int) -> dict[Mutatio
             place = idle.pop()
             busy[place.start(left.pop())] = place
         child, status = os.wait()
-        place = busy.pop(child)
+        if (place := busy.pop(child, None)) is None:
+            continue  # not one of ours
         first = results[place.mutation] = place.end(os.waitstatus_to_exitcode(status))
         idle.append(place)
         progress = f"[{len(results)}/{len(chosen)}] {time.monotonic() - place.begun:4.0f} s  {place.mutation.breaks}"
@@ -177,15 +180,14 @@ def row(mutation: Mutation, first: str | None) -> str:
 def rows_of(text: str) -> dict[str, str]:
     """What is broken -> its row, of the table in README.md."""
     lines = text.partition(START)[2].partition(END)[0].splitlines()
-    return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ") and line != HEADER[0]}
 
 
 def write(results: dict[Mutation, str | None]) -> None:
     """Renew the rows of these mutations, keep the others', drop those of mutations that are no longer in the list."""
     text = README.read_text(encoding="utf-8")
     rows = rows_of(text) | {m.breaks: row(m, first) for m, first in results.items()}
-    table = ["| what is broken | where | the first test that notices |", "|---|---|---|"]
-    table += [rows[m.breaks] for m in mutations() if m.breaks in rows]
+    table = [*HEADER, *(rows[m.breaks] for m in mutations() if m.breaks in rows)]
     before, _, rest = text.partition(START)
     README.write_text("\n".join((f"{before}{START}\n", *table, f"\n{END}")) + rest.partition(END)[2], encoding="utf-8")
 
