@@ -56,7 +56,7 @@ def test_not_enough_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVICTORS.names())
 def test_removing_a_block_that_is_not_held_is_an_error(name: str) -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="7"):
         EVICTORS.build(name).remove(7)
 
 

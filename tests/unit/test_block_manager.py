@@ -245,6 +245,7 @@ def test_eviction_is_leaf_first_for_every_evictor() -> None:
             again = make_request(1, list(range(6 * B + 1)))
             assert len(manager._match(again)) == cached, f"{name}: a cached block became unreachable"
             manager.check([])
+        assert cached == 0, "the blocks were never cached"
 
 
 def test_blocks_that_never_filled_go_before_anything_cached() -> None:
