@@ -5,7 +5,8 @@ Does not touch the checkout: every change is made in a temporary copy, with a ca
 
     python -m tests.mutations                       all of them, in about half an hour
     python -m tests.mutations --only workload.py    those whose name or file contains the text
-    python -m tests.mutations --write               all of them, and the table
+    python -m tests.mutations --write               all of them, and the table (after Ctrl-C: what was found by then)
+    python -m tests.mutations --missing --write     those that the table lacks
 """
 
 import argparse
@@ -14,6 +15,7 @@ import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -135,10 +137,13 @@ class Workplace:
         (self.root / mutation.file).write_text(mutation.apply(self.root), encoding="utf-8")
         return run_tests(self.root, mutation.tests, self.log, self.cache if mutation.compiles else None)
 
-    def end(self, status: int) -> str | None:
-        """The first test that failed, None if none did. Raises RuntimeError if the tests did not run, which says nothing."""
+    def restore(self) -> None:
         (self.root / self.mutation.file).write_text(self.before, encoding="utf-8")
         shutil.rmtree(self.cache, ignore_errors=True)
+
+    def end(self, status: int) -> str | None:
+        """The first test that failed, None if none did. Raises RuntimeError if the tests did not run, which says nothing."""
+        self.restore()
         output = self.log.read_text(encoding="utf-8", errors="replace")
         first = re.search(r"^(?:FAILED|ERROR) (\S+?::\w+)", output, re.MULTILINE)
         if status == 0:
@@ -149,26 +154,36 @@ class Workplace:
 
 
 def try_all(chosen: Sequence[Mutation], folder: Path, jobs: int) -> dict[Mutation, str | None]:
-    """The first test that notices, per mutation, in the list's order; and a line on each as it ends."""
+    """The first test that notices, per mutation, in the list's order; and a line on each as it ends.
+
+    Interrupted (Ctrl-C), it gives what was found by then.
+    """
     left, results = list(reversed(chosen)), dict[Mutation, str | None]()
     idle, busy = [Workplace(folder / str(i)) for i in range(jobs)], dict[int, Workplace]()
-    while left or busy:
-        while left and idle:
-            place = idle.pop()
-            busy[place.start(left.pop())] = place
-        child, status = os.wait()
-        if (place := busy.pop(child, None)) is None:
-            continue  # not one of ours
-        first = results[place.mutation] = place.end(os.waitstatus_to_exitcode(status))
-        idle.append(place)
-        progress = f"[{len(results)}/{len(chosen)}] {time.monotonic() - place.begun:4.0f} s  {place.mutation.breaks}"
-        print(f"{progress}: {first or 'SURVIVED ' + ' '.join(place.mutation.tests)}", flush=True)
+    try:
+        while left or busy:
+            while left and idle:
+                place = idle.pop()
+                busy[place.start(left.pop())] = place
+            child, status = os.wait()
+            if (place := busy.pop(child, None)) is None:
+                continue  # not one of ours
+            first = results[place.mutation] = place.end(os.waitstatus_to_exitcode(status))
+            idle.append(place)
+            progress = f"[{len(results)}/{len(chosen)}] {time.monotonic() - place.begun:4.0f} s  {place.mutation.breaks}"
+            print(f"{progress}: {first or 'SURVIVED ' + ' '.join(place.mutation.tests)}", flush=True)
+    except KeyboardInterrupt:
+        for child, place in busy.items():
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            place.restore()
+        idle += busy.values()
     noticing = sorted({first for first in results.values() if first})
     print(f"{len(noticing)} tests noticed something; now without any mutation", flush=True)
     _, status = os.waitpid(run_tests(idle[0].root, noticing, idle[0].log), 0)
     if noticing and status:
         raise RuntimeError(f"the tests that noticed must pass when nothing is broken, and do not:\n{idle[0].log.read_text()}")
-    return {mutation: results[mutation] for mutation in chosen}
+    return {mutation: results[mutation] for mutation in chosen if mutation in results}
 
 
 def row(mutation: Mutation, first: str | None) -> str:
@@ -195,12 +210,16 @@ def write(results: dict[Mutation, str | None]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="mutations whose name or file contains it")
+    parser.add_argument("--missing", action="store_true", help="mutations without a row in the table")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     parser.add_argument("--write", action="store_true", help="write what was found into the table of tests/README.md")
     asked = parser.parse_args()
     chosen = [m for m in mutations() if asked.only.lower() in f"{m.breaks} {m.file}".lower()]
     if not chosen:
         parser.error(f"no mutation's name or file contains '{asked.only}'")
+    if asked.missing:
+        known = rows_of(README.read_text(encoding="utf-8"))
+        chosen = [m for m in chosen if m.breaks not in known]
     started = time.monotonic()
     try:
         for mutation in chosen:

@@ -12,7 +12,7 @@ from qkv.cache.host_pool import HostPool
 from qkv.cache.prefix import PrefixHasher
 from qkv.cache.raw_slots import SinkSlots, TailSlots
 from qkv.metrics.recorder import Recorder
-from qkv.policies.allocator.base import ALLOCATORS
+from qkv.policies.allocator.base import ALLOCATORS, NoFreeBlocks
 from qkv.policies.evictor.base import EVICTORS
 from qkv.types import Request, SamplingParams, Status
 
@@ -192,6 +192,22 @@ def test_admission_is_all_or_nothing() -> None:
     assert not manager.admit(make_request(0, list(range(5 * B))), alone=True)
     manager.check([])
     assert manager.allocator.num_free == 4
+
+
+def test_an_admission_that_the_allocator_refuses_after_a_hit_gives_the_hit_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator may have the blocks and not be able to give them together."""
+    manager = make_manager()
+    first, second = (make_request(i, list(range(3 * B))) for i in range(2))
+    assert manager.admit(first, True)
+    compute(manager, first)
+
+    def refuse(n: int) -> list[int]:
+        raise NoFreeBlocks
+
+    monkeypatch.setattr(manager.allocator, "allocate", refuse)
+    assert not manager.admit(second, False)
+    assert not second.blocks
+    manager.check([first])
 
 
 def test_full_prompt_hit_leaves_a_token_to_compute() -> None:
