@@ -11,7 +11,9 @@ Does not touch the checkout: every change is made in a temporary copy, with a ca
 
 import argparse
 import contextlib
+import gc
 import importlib
+import importlib.metadata
 import os
 import re
 import shutil
@@ -84,6 +86,9 @@ def warm_up() -> None:
     for name in ("hypothesis.extra.numpy", "hypothesis.stateful", "transformers.modeling_utils", "triton"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    for plugin in importlib.metadata.entry_points(group="pytest11"):
+        plugin.load()
+    gc.freeze()
 
 
 def copy_tree(target: Path) -> None:
