@@ -171,8 +171,9 @@ def try_all(chosen: Sequence[Mutation], folder: Path, jobs: int) -> dict[Mutatio
                 place = idle.pop()
                 busy[place.start(left.pop())] = place
             child, status = os.wait()
-            if (place := busy.pop(child, None)) is None:
+            if child not in busy:
                 continue  # not one of ours
+            place = busy.pop(child)
             first = results[place.mutation] = place.end(os.waitstatus_to_exitcode(status))
             idle.append(place)
             progress = f"[{len(results)}/{len(chosen)}] {time.monotonic() - place.begun:4.0f} s  {place.mutation.breaks}"

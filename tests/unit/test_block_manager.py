@@ -364,6 +364,18 @@ def test_the_watermark_holds_back_newcomers_but_never_the_only_request() -> None
     assert manager.admit(big, alone=True)
 
 
+def test_a_hit_counts_against_the_watermark_like_the_blocks_it_takes() -> None:
+    """Cached blocks that nobody uses are available until a hit takes them."""
+    manager = make_manager(num_blocks=11, watermark=0.5)
+    first, fits, too_much = (make_request(i, list(range(n * B + 1))) for i, n in enumerate((4, 4, 5)))
+    assert manager.admit(first, alone=True)
+    compute(manager, first)
+    manager.release(first)
+    assert not manager.admit(too_much, alone=False)  # 4 hit and 2 new would leave 4 of 10
+    assert manager.admit(fits, alone=False)
+    assert fits.num_computed == 4 * B
+
+
 def test_evicting_forgets_the_hash() -> None:
     """No phantom hits: once its block is reused for something else, a prefix is gone."""
     manager = make_manager(num_blocks=4)
