@@ -356,6 +356,32 @@ def test_a_request_that_resumes_is_not_counted_as_a_prefix_hit() -> None:
     assert manager.recorder.recompute_tokens == B
 
 
+def test_a_swapped_request_moves_its_bytes_twice_and_offers_its_blocks_again() -> None:
+    manager = make_manager()
+    first, second = (make_request(i, list(range(3 * B + 1))) for i in range(2))
+    assert manager.admit(first, True)
+    compute(manager, first)
+    manager.swap_out(first)
+    manager.allocator.reset_cache()
+    assert manager.swap_in(first, True) is not None
+    assert manager.recorder.swap_out_bytes == manager.recorder.swap_in_bytes == 4 * 100
+    manager.seal(first)
+    assert manager.admit(second, False)
+    assert second.blocks[:3] == first.blocks[:3]
+
+
+def test_blocks_that_others_hold_too_do_not_count_as_private() -> None:
+    manager = make_manager()
+    first, second = (make_request(i, [*range(3 * B), *([i] * B), 9]) for i in range(2))
+    assert manager.admit(first, True)
+    compute(manager, first)
+    assert manager.view(first).num_private_blocks == 5
+    assert manager.admit(second, False)
+    assert [manager.view(r).num_private_blocks for r in (first, second)] == [2, 2]
+    manager.release(first)
+    assert manager.view(second).num_private_blocks == 5
+
+
 def test_the_watermark_holds_back_newcomers_but_never_the_only_request() -> None:
     manager = make_manager(num_blocks=11, watermark=0.5)
     small, big = make_request(0, [1] * 4 * B), make_request(1, [2] * 3 * B)
