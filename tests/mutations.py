@@ -184,11 +184,11 @@ def try_all(chosen: Sequence[Mutation], folder: Path, jobs: int) -> dict[Mutatio
             os.waitpid(child, 0)
             place.restore()
         idle += busy.values()
-    noticing = sorted({first for first in results.values() if first})
-    print(f"{len(noticing)} tests noticed something; now without any mutation", flush=True)
-    _, status = os.waitpid(run_tests(idle[0].root, noticing, idle[0].log), 0)
-    if noticing and status:
-        raise RuntimeError(f"the tests that noticed must pass when nothing is broken, and do not:\n{idle[0].log.read_text()}")
+    if noticing := sorted({first for first in results.values() if first}):
+        print(f"{len(noticing)} tests noticed something; now without any mutation", flush=True)
+        _, status = os.waitpid(run_tests(idle[0].root, noticing, idle[0].log), 0)
+        if status:
+            raise RuntimeError(f"the tests that noticed must pass when nothing is broken, and do not:\n{idle[0].log.read_text()}")
     return {mutation: results[mutation] for mutation in chosen if mutation in results}
 
 

@@ -1,6 +1,7 @@
 """The frame's operators against their definitions in float64, on every instruction set this machine runs."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -50,7 +51,12 @@ def test_linear(K: int, dtype: torch.dtype, isa: str) -> None:
 def test_gated_linear(name: str, dtype: torch.dtype, isa: str) -> None:
     K, N = 70, 133
     gate, up = draw(N, K, dtype=dtype), draw(N, K, dtype=dtype, seed=1)
-    function = {"silu": silu, "gelu": gelu, "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh")}[name]
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": silu,
+        "gelu": gelu,
+        "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh"),
+    }
+    function = functions[name]
     for T in ROWS:
         x = draw(T, K, dtype=dtype, seed=2)
         expected = function(x.double() @ gate.double().T) * (x.double() @ up.double().T)

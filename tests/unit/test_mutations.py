@@ -31,14 +31,15 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A product of one function and its test, instead of this one."""
     (tmp_path / "ours.py").write_text("def add(a, b):\n    return a + b\n")
     (tmp_path / "test_ours.py").write_text("from ours import add\n\n\ndef test_add():\n    assert add(2, 1) == 3\n")
-    monkeypatch.setattr(script, "copy_tree", lambda target: target.mkdir(parents=True) or _copy(tmp_path, target))
+
+    def copy(target: Path) -> None:
+        target.mkdir(parents=True)
+        for file in tmp_path.glob("*.py"):
+            (target / file.name).write_text(file.read_text())
+
+    monkeypatch.setattr(script, "copy_tree", copy)
     monkeypatch.setattr(script, "PYTEST", ("-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"))
     return tmp_path
-
-
-def _copy(source: Path, target: Path) -> None:
-    for file in source.glob("*.py"):
-        (target / file.name).write_text(file.read_text())
 
 
 def test_what_notices_and_what_survives_is_found_and_the_original_is_left_alone(tree: Path, tmp_path: Path) -> None:
