@@ -13,13 +13,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 TIERS = {"cpu", "interpreter", "gpu", "slow"}
 
 # Timing on a busy machine says nothing, and a run in CI must fail for what changed, not for a new random example.
 settings.register_profile("qkv", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("qkv")
+settings.register_profile("unshrunk", settings.get_profile("qkv"), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 

@@ -63,7 +63,7 @@ class BlockManager:
         except NoFreeBlocks:
             self.allocator.release(cached[::-1])
             return False
-        self._take_slots(request, fresh=not cached)
+        self._take_slots(request)
         request.num_computed = len(cached) * self.block_size
         request.num_sealed = len(cached)
         self.recorder.recompute_tokens += max(0, request.num_dropped - request.num_computed)
@@ -85,12 +85,12 @@ class BlockManager:
         cached = self.allocator.match(request.hashes[:limit], request.token_ids)
         return cached if not cached or self._sinks is None or self._sinks.holds(cached[0]) else []
 
-    def _take_slots(self, request: Request, fresh: bool) -> None:
-        """Give the request its slots for raw rows. fresh: its first block is new, not from the prefix cache."""
+    def _take_slots(self, request: Request) -> None:
+        """Give the request its slots for raw rows."""
         if self._tails is not None:
             request.tail_slot = self._tails.take()
         if self._sinks is not None:
-            request.sink_slot = self._sinks.take(request.blocks[0], fresh)
+            request.sink_slot = self._sinks.take(request.blocks[0])
 
     def _release_blocks(self, request: Request) -> None:
         """Give back the slots of raw rows and the blocks, the table's last block first, so that the ends of chains are evicted
@@ -210,7 +210,7 @@ class BlockManager:
             request.blocks = self.allocator.allocate(need)
         except NoFreeBlocks:
             return None
-        self._take_slots(request, fresh=True)
+        self._take_slots(request)
         host, used = request.host_blocks, self._used_blocks(request)
         copy = SwapCopy(request.blocks[:used], host[:used], request.tail_slot, request.sink_slot, host[used:])
         self.recorder.swap_in_bytes += len(host) * self._block_bytes

@@ -46,13 +46,10 @@ class SinkSlots:
         """Whether the raw rows of the sequence that starts with this block are still in a slot."""
         return block in self._slot
 
-    def take(self, block: BlockId, fresh: bool) -> int:
-        """The slot of the sequence that starts with this block, for one more user. fresh: the block is new, so what a slot holds
-        under its id is of another sequence and void."""
+    def take(self, block: BlockId) -> int:
+        """The slot of the sequence that starts with this block, for one more user. A slot that the block's id still has from
+        another sequence serves as well as any: a new sequence writes its first rows before it reads them."""
         slot = self._slot.pop(block, None)
-        if fresh and slot is not None:
-            self._free.append(slot)
-            slot = None
         if slot is None:
             if not self._free:
                 unused = next(b for b in self._slot if not self._users[b])

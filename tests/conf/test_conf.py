@@ -98,8 +98,8 @@ def test_every_option_composes_and_validates(choice: str, tmp_path: Path) -> Non
     file.write_text('{"prompt_tokens": 4, "output_tokens": 4}')
     needed = [text.format(dir=tmp_path, file=file) for text in NEEDED.get(choice, [])]
     serving = "throughput" if choice.startswith(("runner=simulated", "workload=")) else "compare"
-    experiment = [] if choice.startswith("experiment=") else [f"experiment={serving}"]
-    experiment, run = build(composed(choice, *experiment, *needed), tmp_path / "out")
+    named = [] if choice.startswith("experiment=") else [f"experiment={serving}"]
+    _, run = build(composed(choice, *named, *needed), tmp_path / "out")
     assert run.record.path.exists()
 
 

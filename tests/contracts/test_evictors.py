@@ -56,7 +56,7 @@ def test_not_enough_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVICTORS.names())
 def test_removing_a_block_that_is_not_held_is_an_error(name: str) -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="7"):
         EVICTORS.build(name).remove(7)
 
 
@@ -115,3 +115,8 @@ def test_lfu_counts_age() -> None:
     evictor.add(BlockMeta(1, depth=0, born_step=0, last_step=0, hits=100))
     evictor.add(BlockMeta(2, depth=0, born_step=0, last_step=100, hits=1))
     assert evictor.pop(1) == [1]
+
+
+def test_slru_protects_from_the_hit_on_that_it_names() -> None:
+    old, new = BlockMeta(1, depth=0, born_step=0, last_step=1, hits=2), BlockMeta(2, depth=0, born_step=0, last_step=9, hits=1)
+    assert _order("slru", [old, new]) == [2, 1]

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from qkv.layout import SIDES, STATIC_SCALES, Codes, KVFormat, LayerShape, Side, 
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile
 from qkv_kernels.reference import codec
+from qkv_kernels.reference.packing import unpack
 from tests.kernels.paged import CPU, Paged, bound, shape, statistics
 
 B = 16
@@ -310,9 +311,33 @@ def test_int8_zero_point_pays_off_on_channels_with_an_offset() -> None:
         q = QUANTIZERS.build({"name": "int8", "zero_point": zero_point})
         q.bind(LAYERS[:1], ScaleFile(q.tensors_from_stats({0: statistics(x, x)})), torch.float32, CPU)
         error = k_error(q, x)
-        assert (error.abs() <= q.statics(0)[0].k.scale * 0.501).all(), "what calibration saw is never clipped"
+        scale = q.statics(0)[0].k.scale
+        assert scale is not None
+        assert (error.abs() <= scale * 0.501).all(), "what calibration saw is never clipped"
         errors.append(error.square().mean())
     assert errors[1] < errors[0] / 4
+
+
+@pytest.mark.parametrize("spec", ["int8", {"name": "int8", "zero_point": True}, "int4"], ids=str)
+def test_static_ranges_reach_from_the_lowest_code_to_the_highest(spec: Any) -> None:
+    x = torch.randn(200, 3, 64) + torch.linspace(-20, 20, 64)
+    q = QUANTIZERS.build(spec)
+    q.bind(LAYERS[:1], ScaleFile(q.tensors_from_stats({0: statistics(x, x)})), torch.float32, CPU)
+    data, bits = q.encode(x, "k", 0).data, q.formats(0)[0].k.bits
+    codes = data if bits == 8 else unpack(data, bits).int() - 2 ** (bits - 1)
+    if q.formats(0)[0].k.zero == "none":
+        assert (codes.abs().amax(0) == 127).all()
+    else:
+        assert (codes.amin(0) == -(2 ** (bits - 1))).all()
+        assert (codes.amax(0) == 2 ** (bits - 1) - 1).all()
+
+
+def test_rotation_saves_the_other_channels_from_one_that_is_twenty_times_larger() -> None:
+    k = torch.randn(300, 3, 64)
+    k[:, :, 17] *= 20
+    others = [c for c in range(64) if c != 17]
+    error = k_error(bound("rotated", LAYERS), k)
+    assert error[..., others].square().mean() < k[..., others].square().mean() / 4  # unrotated, they all round to 0
 
 
 def test_one_outlier_channel_costs_per_token_scales_their_quality_and_per_channel_scales_nothing() -> None:
@@ -382,6 +407,8 @@ def test_protected_single_heads_of_any_inner_format(inner: str) -> None:
 def test_protected_takes_after_what_it_wraps() -> None:
     assert not QUANTIZERS.build({"name": "protected", "inner": "kivi"}).needs_scales
     assert QUANTIZERS.build({"name": "protected", "inner": "int4"}).needs_scales
+    assert protected(inner={"name": "kivi", "tail_blocks": 2}, tail_blocks=1).formats(0)[0].k.tail_blocks == 2
+    assert protected(inner={"name": "protected", "inner": "int8_token", "sink_tokens": 6}).formats(0)[0].k.sink_tokens == 6
     fmt = protected(inner={"name": "kivi", "tail_blocks": 2}).formats(0)[0].k
     assert (fmt.unit, fmt.tail_blocks, fmt.sink_tokens) == ("block", 2, 4)
     assert protected(inner="int8").formats(0)[0].k.unit == "token"

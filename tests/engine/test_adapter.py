@@ -6,6 +6,7 @@ import sys
 import textwrap
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -204,7 +205,7 @@ SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": (SMALL | {"alibi": False}, "AttentionInterface"),
     "bloom": (
         SMALL | {"n_layer": 2, "n_head": 4, "num_hidden_layers": None, "num_attention_heads": None},

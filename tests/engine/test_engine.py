@@ -333,13 +333,14 @@ def test_new_weights_need_a_reset_and_then_nothing_old_is_read() -> None:
     changed = tiny_model("llama", seed=1)
     with make() as engine:
         engine.generate([tokens(0, 40)], params)
-        original = {k: v.clone() for k, v in engine.loaded.model.state_dict().items()}
+        model: Any = engine.loaded.model  # type: ignore[union-attr]
+        original = {k: v.clone() for k, v in model.state_dict().items()}
         try:
-            engine.loaded.model.load_state_dict(changed.state_dict())
+            model.load_state_dict(changed.state_dict())
             engine.reset_prefix_cache()
             after = engine.generate([tokens(0, 40)], params)[0]
         finally:
-            engine.loaded.model.load_state_dict(original)
+            model.load_state_dict(original)
     with Engine.create(changed, num_blocks=64) as fresh:
         assert fresh.generate([tokens(0, 40)], params)[0].token_ids == after.token_ids
 
@@ -365,7 +366,7 @@ def test_a_stream_ends_although_somebody_else_finished_its_requests() -> None:
 
 def test_what_others_aborted_or_finished_is_not_lost_to_a_stream_that_is_left() -> None:
     with make() as engine:
-        stream = engine.stream([tokens(0, 20)], SamplingParams(max_tokens=50))
+        stream: Any = engine.stream([tokens(0, 20)], SamplingParams(max_tokens=50))
         next(stream)
         other = engine.add_request(tokens(1, 20), SamplingParams(max_tokens=1))
         aborted = engine.add_request(tokens(2, 20), SamplingParams(max_tokens=90))
@@ -381,7 +382,8 @@ def test_a_tiny_temperature_is_greedy_and_a_model_that_overflows_ends_its_own_re
         (greedy,) = engine.generate([tokens(0, 20)], SamplingParams(max_tokens=5, ignore_eos=True))
         (cold,) = engine.generate([tokens(0, 20)], SamplingParams(max_tokens=5, ignore_eos=True, temperature=1e-40))
         assert cold.token_ids == greedy.token_ids
-        forward = engine._parts.adapter.forward
+        adapter: Any = engine._parts.adapter
+        forward = adapter.forward
         overflows = iter([True] + [False] * 99)
 
         def overflow(*a: Any, **kw: Any) -> torch.Tensor:
@@ -390,7 +392,7 @@ def test_a_tiny_temperature_is_greedy_and_a_model_that_overflows_ends_its_own_re
             return logits
 
         for temperature in (0.0, 1.0):
-            engine._parts.adapter.forward = overflow  # type: ignore[method-assign]
+            adapter.forward = overflow
             overflows = iter([True] + [False] * 99)
             params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=temperature)
             outs = engine.generate([tokens(0, 20), tokens(1, 20), tokens(2, 20)], params)

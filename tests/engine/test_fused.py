@@ -152,7 +152,8 @@ def test_without_a_compiler_transformers_runs(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_record_says_which_forward_ran() -> None:
-    for kw, expected in (({}, "fused"), ({"fused": False}, "transformers: runner.fused is false")):
+    cases: tuple[tuple[dict[str, Any], str], ...] = (({}, "fused"), ({"fused": False}, "transformers: runner.fused is false"))
+    for kw, expected in cases:
         with make(**kw) as engine:
             assert engine.metrics()["attention"]["forward"] == expected
 

@@ -3,6 +3,8 @@
 Capturing itself needs a GPU. Here a stand-in runs the same call on the same buffers, which is what a captured graph does.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,9 +32,9 @@ def generate(
     graphs: bool, quantizer: str | dict[str, object], backend: str = "reference", lengths: tuple[int, ...] = (12, 3, 9, 6, 20)
 ) -> list[list[int]]:
     with make(quantizer, backend=backend, max_num_seqs=6) as engine:
-        runner = engine._parts.runner
+        runner: Any = engine._parts.runner
         if graphs:
-            runner.graphs = DecodeGraphs(runner._decode_rows, 6, capture=Rerun)  # type: ignore[union-attr]
+            runner.graphs = DecodeGraphs(runner._decode_rows, 6, capture=Rerun)
         prompts = [tokens(i, n) for i, n in enumerate((30, 9, 17, 5, 3))]
         outputs = engine.generate(prompts[: len(lengths)], [SamplingParams(max_tokens=n) for n in lengths])
         engine.check()
@@ -79,4 +81,4 @@ def test_a_model_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCapture
 
 def test_graphs_are_off_without_a_gpu() -> None:
     with make("none") as engine:
-        assert engine._parts.runner.graphs is None  # type: ignore[union-attr]
+        assert engine._parts.runner.graphs is None  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """The laws of qkv/LAWS.md, end to end on a tiny model. A test's number is the law's."""
 
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -259,7 +259,7 @@ def test_law2_raw_tails_and_sinks_do_not_count_as_read_from_the_cache(
 ) -> None:
     """The expected count is made pair by pair, for a layer whose K keeps raw rows and whose V keeps none."""
     B, T, recorder = 8, 61, Recorder()
-    unit = "token" if tail_blocks is None else "block"
+    unit: Literal["token", "block"] = "token" if tail_blocks is None else "block"
     k = KVFormat(4, torch.uint8, "token", zero="float", unit=unit, tail_blocks=tail_blocks or 0, sink_tokens=sinks)
     v = KVFormat(8, torch.int8, "token")
     count = CountReads(recorder, [[HeadFormat(range(2), k, v)]], B, reads)

@@ -1,5 +1,7 @@
 """calibration.calibrate: texts to a scale file without a command line, and the same scales that the command finds."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def test_an_engine_takes_what_it_returns(scales: ScaleFile) -> None:
     assert scales.metadata["documents"] == 30
 
 
-def test_it_finds_the_scales_of_the_command(scales: ScaleFile, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_it_finds_the_scales_of_the_command(scales: ScaleFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for n, text in enumerate(TEXTS):
         (tmp_path / f"{n}.txt").write_text(text)

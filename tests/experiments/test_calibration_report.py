@@ -310,8 +310,8 @@ def test_output_errors_are_those_of_attention() -> None:
 
     def attention(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         mask = torch.ones(20, 20, dtype=torch.bool).tril() & ~torch.ones(20, 20, dtype=torch.bool).tril(-5)
-        wide = (t.repeat_interleave(2, 1).transpose(0, 1) for t in (keys, values))
-        return torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), *wide, attn_mask=mask, scale=0.5)
+        k, v = (t.repeat_interleave(2, 1).transpose(0, 1) for t in (keys, values))
+        return torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=mask, scale=0.5)
 
     stored = [int8.decode(int8.encode(x, side, 0), side, 0, torch.float32) for side, x in zip(SIDES, (k, v), strict=True)]
     error = (attention(*stored) - attention(k, v)).square().unflatten(0, (2, 2)).sum((1, 2, 3))

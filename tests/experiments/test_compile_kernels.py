@@ -96,7 +96,7 @@ def test_settings_are_checked() -> None:
         ({"dtype": "float64"}, "dtype"),
     ):
         with pytest.raises(ConfigError, match=message):
-            compile_kernels.CompileKernels(**settings)  # type: ignore[arg-type]
+            compile_kernels.CompileKernels(**settings)
     with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):
         compile_kernels.CompileKernels().run(None)  # type: ignore[arg-type]
 

@@ -73,7 +73,7 @@ NEEDED = {
 def smaller(name: str) -> list[str]:
     cli.register_resolvers(CONF)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = OmegaConf.to_container(compose("config", [f"experiment={name}"]), resolve=False)
+        composed: Any = OmegaConf.to_container(compose("config", [f"experiment={name}"]), resolve=False)
     assert isinstance(composed, dict)
     simulated = composed["runner"]["name"] == "simulated"
     composed = {key: value for key, value in composed.items() if key not in ("data", "hydra", "scheduler", "model", "runner")}

@@ -39,7 +39,7 @@ def engine(**settings: Any) -> Engine:
 
 
 def instances(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
-    return [Instance(kind, {}, a, i) for i, a in enumerate(arguments)]  # type: ignore[arg-type]
+    return [Instance(kind, {}, a, i) for i, a in enumerate(arguments)]
 
 
 def evaluate(lm: Any, folder: Path, **settings: Any) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_wandb_offline_with_the_real_package(
 
 def read_back(file: Path) -> dict[str, Any]:
     """What an offline run left for `wandb sync`: config, history (a row per log call), artifact names, whether it ended."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     found: dict[str, Any] = {"config": {}, "history": [], "artifact": []}
     for data in log_entries(file.read_bytes()):

@@ -14,8 +14,8 @@ SHAPE = ["model=shape", "model.head_dim=128", "model.kv_heads=8"]
 
 def plan(folder: Path, *arguments: str) -> dict[str, Any]:
     assert run.main(["experiment=plan", "logger=none", *arguments, f"hydra.run.dir={folder}"]) == 0
-    row: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8"))["rows"][0]
-    return row["plan"]  # type: ignore[no-any-return]
+    row: dict[str, dict[str, Any]] = json.loads((folder / "record.json").read_text(encoding="utf-8"))["rows"][0]
+    return row["plan"]
 
 
 def option(values: dict[str, Any], change: str) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """Paired tests against values worked out by hand or by scipy, and the power that the smallest detectable difference promises."""
 
+import itertools
 import math
+import statistics
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.measuring.significance import holm, mcnemar, paired, verdict
+from experiments.measuring.significance import _bootstrap, holm, mcnemar, paired, verdict
 
 flips = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
 
@@ -97,6 +99,23 @@ def test_bootstrap_agrees_with_the_t_test_on_smooth_scores() -> None:
         assert result == paired(base.tolist(), other.tolist(), binary=False, seed=3)
 
 
+def test_bootstrap_agrees_with_every_resample_there_is() -> None:
+    """Of five samples: 3125, each judged by its mean's distance from theirs, in standard deviations of its own."""
+    differences = [0.1, 0.9, 2.0, 0.3, 0.5]
+    mean = sum(differences) / 5
+
+    def distance(drawn: tuple[float, ...], center: float) -> float:
+        deviation = statistics.pstdev(drawn)
+        off = abs(statistics.mean(drawn) - center)
+        return off / deviation if deviation > 1e-9 else math.inf if off > 1e-9 else 0.0
+
+    observed = distance(tuple(differences), 0.0)
+    resamples = [distance(drawn, mean) for drawn in itertools.product(differences, repeat=5)]
+    expected = sum(d >= observed for d in resamples) / len(resamples)
+    assert 0.08 < expected < 0.3
+    assert _bootstrap(np.array(differences), seed=0) == pytest.approx(expected, abs=0.02)
+
+
 def test_a_chance_difference_is_rarely_called_real() -> None:
     generator = np.random.default_rng(2)
     for n, draw, mean in ((10, generator.standard_normal, 0.0), (100, generator.standard_exponential, 1.0)):
@@ -131,6 +150,7 @@ def test_verdicts_in_words() -> None:
     assert verdict(worse, adjusted_p=0.2).startswith("no measurable loss")
     better = paired([-2.0] * 50, [-1.5 + 0.01 * i for i in range(50)], binary=False, seed=0)
     assert verdict(better, unit="nats") == "gain of 0.745 nats"
+    assert better.p_value >= 1e-4, "10,000 resamples show no smaller one"
     identical = paired([-2.5, -1.0] * 20, [-2.5, -1.0] * 20, binary=False, seed=0)
     assert verdict(identical, unit="nats") == "no sample changed"
 

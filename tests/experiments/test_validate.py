@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,13 @@ CONFIG = from_mapping(EngineConfig, {"model": {"name": "smollm2", "dtype": "bflo
 
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
 def test_a_fit_finds_the_device_that_steps_were_made_with(overlap: float) -> None:
-    rates = {"bandwidth": 3e10, "kv_bandwidth": 8e9, "flops": 4e11, "attention_flops": 1.2e11, "overhead_s": 0.004}
+    rates: dict[str, Any] = {
+        "bandwidth": 3e10,
+        "kv_bandwidth": 8e9,
+        "flops": 4e11,
+        "attention_flops": 1.2e11,
+        "overhead_s": 0.004,
+    }
     device, dims, rng = DeviceConfig("cpu", overlap=overlap, **rates), dimensions(CONFIG.model), random.Random(0)
     cost = StepCost.of(device, dims, 2, 2 * 3 * 64 * 30 * 2)
     steps = []

@@ -161,3 +161,25 @@ def test_goodput_counts_the_requests_that_meet_both_levels() -> None:
     assert not slo.met(0.5, 0.2)
     assert not slo.met(None, None)
     assert Slo().met(None, 99.0)
+
+
+def test_prompts_differ_even_where_the_text_repeats_itself() -> None:
+    planned = Traffic(Workload(num_requests=300, prompt_tokens=8, turns=1), 0, vocab=100, text=[5] * 50)
+    assert len({tuple(p.prompt) for p in planned}) == 300
+
+
+def test_what_is_shared_counts_towards_max_tokens() -> None:
+    settings: dict[str, Any] = {"prefix_groups": 2, "prefix_tokens": 300, "prompt_tokens": 90, "output_tokens": 90}
+    for p in requests(num_requests=200, lengths="lognormal", max_tokens=400, **settings):
+        assert 300 < len(p.prompt) + p.output_tokens <= 400
+
+
+def test_a_conversation_pauses_as_long_as_asked_for() -> None:
+    traffic = Traffic(Workload(num_requests=8000, turns=2, prompt_tokens=4, think_s=3.0), 0, VOCAB)
+    follow = [traffic.next_turn(first, [1, 2], now=100.0) for first in traffic]
+    pauses = [turn.at - 100.0 for turn in follow if turn is not None and turn.at is not None]
+    assert len(pauses) == 4000
+    assert statistics.mean(pauses) == pytest.approx(3.0, rel=0.1)
+    last = follow[0]
+    assert last is not None
+    assert traffic.next_turn(last, [1, 2], now=200.0) is None, "two turns, no third"

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -48,10 +49,17 @@ class Stored(AffineQuantizer):
 def variants() -> dict[str, KVFormat]:
     """Every format of single tokens that the kernels run, by name. Groups of 8 channels."""
     out = {"raw16": KVFormat(16, torch.bfloat16), "half": KVFormat(16, torch.float16), "raw32": KVFormat(32, torch.float32)}
+    scale: Any
+    zero: Any
     for name, storage in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
         for scale in ("tensor", "head", "channel", "token"):
             out[f"{name}-{scale}"] = KVFormat(8, storage, scale, torch.float16 if scale == "token" else torch.float32)
-    codes = (("int8", 8, torch.int8), ("int4", 4, torch.uint8), ("int3", 3, torch.uint8), ("int2", 2, torch.uint8))
+    codes: tuple[tuple[str, Any, torch.dtype], ...] = (
+        ("int8", 8, torch.int8),
+        ("int4", 4, torch.uint8),
+        ("int3", 3, torch.uint8),
+        ("int2", 2, torch.uint8),
+    )
     for name, bits, storage in codes:
         for scale in ("tensor", "head", "channel", "token", "token_group"):
             for zero in ("none", "code", "float") if bits > 3 else ("float",):
@@ -67,7 +75,8 @@ def variants() -> dict[str, KVFormat]:
 
 def keepers(plain: dict[str, KVFormat]) -> dict[str, KVFormat]:
     """Formats that keep raw rows: whole blocks with a scale per channel, recent blocks, first tokens."""
-    out = {}
+    out: dict[str, KVFormat] = {}
+    bits: Any
     for bits, storage in ((8, torch.int8), (4, torch.uint8), (3, torch.uint8), (2, torch.uint8)):
         out[f"int{bits}-block-float"] = KVFormat(bits, storage, "block_channel", zero="float", unit="block")
     out["int4-block-code-tail2"] = KVFormat(4, torch.uint8, "block_channel", zero="code", unit="block", tail_blocks=2)
@@ -84,7 +93,7 @@ def keepers(plain: dict[str, KVFormat]) -> dict[str, KVFormat]:
         ("int4-token-float-rotated", None, 4),
         ("e4m3-head", 1, 2),
     ):
-        unit = "token" if tail is None else "block"
+        unit: Any = "token" if tail is None else "block"
         fmt = dataclasses.replace(plain[name], unit=unit, tail_blocks=tail or 0, sink_tokens=sinks)
         out[f"{name}-{'' if tail is None else f'tail{tail}-'}sinks{sinks}"] = fmt
     return out

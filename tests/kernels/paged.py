@@ -104,7 +104,8 @@ class Paged:
     def step(self, work: dict[int, int], padding: int = 1) -> dict[int, torch.Tensor]:
         """The next work[r] tokens of each request r -> {r: output [n, Hq, Dv]}. Checks padding rows and the null block."""
         order = sorted(work, key=lambda r: (work[r] != 1, r))
-        tables, lens, start, slots, positions, rows = [], [], [0], [], [], []
+        tables, lens, start, slots, rows = [], [], [0], [], []
+        positions: list[int] = []
         for r in order:
             span = range(self.done[r], self.done[r] + work[r])
             self.done[r] = span.stop
@@ -171,7 +172,7 @@ class Paged:
             return dense(q, stored["k"], stored["v"], self.layer, self.sink_logits)
         position, outs = torch.arange(len(q)), []
         for start in range(0, len(q), self.B):
-            seen = []
+            seen = {}
             for side in SIDES:
                 values = stored[side].clone()
                 for heads in ranges:
@@ -181,8 +182,8 @@ class Paged:
                         as_it_came |= position // self.B >= start // self.B - fmt.tail_blocks
                     mine = slice(heads.heads.start, heads.heads.stop)
                     values[as_it_came, mine] = raw[side][as_it_came, mine]
-                seen.append(values)
-            outs.append(dense(q[start : start + self.B], *seen, self.layer, self.sink_logits, start))
+                seen[side] = values
+            outs.append(dense(q[start : start + self.B], seen["k"], seen["v"], self.layer, self.sink_logits, start))
         return torch.cat(outs)
 
 

@@ -227,7 +227,7 @@ def test_head_ranges_of_different_formats_share_a_layer() -> None:
 
 def test_a_custom_encode_runs_in_python_and_is_read_by_the_kernels() -> None:
     class Halved(Stored):
-        encode_rule = "custom"
+        encode_rule = "custom"  # type: ignore[assignment]
 
         def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:
             return super().encode(x / 2 if side == "k" else x, side, layer, range_index)
@@ -237,7 +237,10 @@ def test_a_custom_encode_runs_in_python_and_is_read_by_the_kernels() -> None:
     check(ours, ours.run([{0: 30}, {0: 15}]))
     plain.run([{0: 45}])
     block = ours.tables[0][0]
-    torch.testing.assert_close(ours.store.planes(0)[0].k.scale[block] * 2, plain.store.planes(0)[0].k.scale[block])
+    halved, whole = (p.store.planes(0)[0].k.scale for p in (ours, plain))
+    assert halved is not None
+    assert whole is not None
+    torch.testing.assert_close(halved[block] * 2, whole[block])
 
 
 def test_a_call_of_nothing_but_padding_returns_zeros_and_writes_nothing() -> None:
@@ -262,7 +265,7 @@ def test_queries_need_not_be_contiguous() -> None:
     def transposed(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: object) -> torch.Tensor:
         return attend(layer, *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)), *more)  # type: ignore[arg-type]
 
-    other.backend.attend = transposed  # type: ignore[method-assign]
+    other.backend.attend = transposed  # type: ignore[method-assign,assignment]
     assert torch.equal(other.run([{0: 40}])[0], want)
 
 

@@ -1,6 +1,7 @@
 """The frame's operators against their definitions in float64, on every instruction set this machine runs."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -50,7 +51,12 @@ def test_linear(K: int, dtype: torch.dtype, isa: str) -> None:
 def test_gated_linear(name: str, dtype: torch.dtype, isa: str) -> None:
     K, N = 70, 133
     gate, up = draw(N, K, dtype=dtype), draw(N, K, dtype=dtype, seed=1)
-    function = {"silu": silu, "gelu": gelu, "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh")}[name]
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": silu,
+        "gelu": gelu,
+        "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh"),
+    }
+    function = functions[name]
     for T in ROWS:
         x = draw(T, K, dtype=dtype, seed=2)
         expected = function(x.double() @ gate.double().T) * (x.double() @ up.double().T)
@@ -142,17 +148,17 @@ def test_no_rows_are_no_error(dtype: torch.dtype, isa: str) -> None:
 
 def test_wrong_shapes_are_refused(dtype: torch.dtype, isa: str) -> None:
     x, w = draw(3, 8, dtype=dtype), draw(5, 8, dtype=dtype)
-    for call in (
-        lambda: ops.linear(x, [w[:, :4].clone()], [], True, isa),
-        lambda: ops.linear(x, [w], [w[0]], True, isa),
-        lambda: ops.linear(x.T, [w], [], True, isa),
-        lambda: ops.linear(x, [w.double()], [], True, isa),
-        lambda: ops.gated_linear(x, w, w[:3], 0, True, isa),
-        lambda: ops.gated_linear(x, w, w, 9, True, isa),
-        lambda: ops.rms_norm(x, w[0, :5].clone(), 1e-5, 0.0, isa),
-        lambda: ops.linear(x, [w], [], True, "mmx"),
+    for call, message in (
+        (lambda: ops.linear(x, [w[:, :4].clone()], [], True, isa), "takes 4 inputs, x has 8"),
+        (lambda: ops.linear(x, [w], [w[0]], True, isa), "bias has 8 elements"),
+        (lambda: ops.linear(x.T, [w], [], True, isa), "x must be a contiguous CPU tensor"),
+        (lambda: ops.linear(x, [w.double()], [], True, isa), "is Double but x is"),
+        (lambda: ops.gated_linear(x, w, w[:3], 0, True, isa), "as many outputs"),
+        (lambda: ops.gated_linear(x, w, w, 9, True, isa), "activation 9 is not known"),
+        (lambda: ops.rms_norm(x, w[0, :5].clone(), 1e-5, 0.0, isa), "has 5 elements, x has rows of 8"),
+        (lambda: ops.linear(x, [w], [], True, "mmx"), "no kernels for instruction set 'mmx'"),
     ):
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match=message):
             call()
 
 

@@ -49,9 +49,9 @@ def test_both_sides_refuse_the_same_number_of_query_heads() -> None:
 
 
 def test_as_many_tensors_and_numbers_as_the_operator_takes() -> None:
-    q = torch.zeros(1, 2, 8)
+    q, one = torch.zeros(1, 2, 8), torch.zeros(1)
     with pytest.raises(RuntimeError, match="16 planes and 10 format numbers"):
-        cpu.attend(q, q, q, [], *([torch.zeros(1)] * 4), None, [], 1.0)
+        cpu.attend(q, q, q, [], one, one, one, one, None, [], 1.0)
 
 
 @pytest.mark.parametrize("name", ["avx2", "avx512"])

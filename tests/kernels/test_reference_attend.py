@@ -1,5 +1,7 @@
 """Paged attention against dense float64 attention over the stored values, and its invariances."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from qkv_kernels.reference import attend as module
 from qkv_kernels.reference.planes import Plane
 from tests.kernels.paged import CPU, Paged, any_shape, dense, shape
 
-LAYERS = {
+LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "mha": {"G": 1},
     "gqa3": {"H": 3, "G": 3},

@@ -1,6 +1,7 @@
 """The codec's arithmetic: error bounds, purity of rows, guards, saturation, packing."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def grouped(fmt: KVFormat) -> KVFormat:
     return dataclasses.replace(fmt, scale="token_group", group=4)
 
 
-def zeroed(fmt: KVFormat, zero: str) -> KVFormat:
+def zeroed(fmt: KVFormat, zero: Any) -> KVFormat:
     return dataclasses.replace(fmt, zero=zero)
 
 
@@ -112,6 +113,12 @@ def test_rounding_is_half_to_even_and_int8_is_symmetric() -> None:
     assert scale.item() == 1.0
     assert data.flatten().tolist() == [0, 2, 2, 0, -2, 127, -127, -126]
     assert torch.equal(codec.encode(-x, INT8)[0], -data)
+
+
+def test_what_is_clipped_is_clipped_alike_on_both_sides() -> None:
+    symmetric = KVFormat(bits=8, storage=torch.int8, scale="head", scale_dtype=torch.float32)
+    data, _, _ = codec.encode(torch.tensor([[[-1e3, 1e3, -127.0, 1.0]]]), symmetric, torch.ones(1))
+    assert data.tolist() == [[[-127, 127, -127, 1]]]
 
 
 @pytest.mark.parametrize(("fmt", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])

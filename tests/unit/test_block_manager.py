@@ -12,7 +12,7 @@ from qkv.cache.host_pool import HostPool
 from qkv.cache.prefix import PrefixHasher
 from qkv.cache.raw_slots import SinkSlots, TailSlots
 from qkv.metrics.recorder import Recorder
-from qkv.policies.allocator.base import ALLOCATORS
+from qkv.policies.allocator.base import ALLOCATORS, NoFreeBlocks
 from qkv.policies.evictor.base import EVICTORS
 from qkv.types import Request, SamplingParams, Status
 
@@ -187,20 +187,27 @@ class PoolMachine(RuleBasedStateMachine):
                     assert self.sinks[request.sink_slot][: len(own)] == own[:SINKS]
 
 
-def test_ten_thousand_random_operations() -> None:
-    PoolMachine.operations = 0
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        PoolMachine,
-        settings=settings(max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)),
-    )
-    assert PoolMachine.operations >= 10_000
-
-
 def test_admission_is_all_or_nothing() -> None:
     manager = make_manager(num_blocks=5)
     assert not manager.admit(make_request(0, list(range(5 * B))), alone=True)
     manager.check([])
     assert manager.allocator.num_free == 4
+
+
+def test_an_admission_that_the_allocator_refuses_after_a_hit_gives_the_hit_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator may have the blocks and not be able to give them together."""
+    manager = make_manager()
+    first, second = (make_request(i, list(range(3 * B))) for i in range(2))
+    assert manager.admit(first, True)
+    compute(manager, first)
+
+    def refuse(n: int) -> list[int]:
+        raise NoFreeBlocks
+
+    monkeypatch.setattr(manager.allocator, "allocate", refuse)
+    assert not manager.admit(second, False)
+    assert not second.blocks
+    manager.check([first])
 
 
 def test_full_prompt_hit_leaves_a_token_to_compute() -> None:
@@ -254,6 +261,7 @@ def test_eviction_is_leaf_first_for_every_evictor() -> None:
             again = make_request(1, list(range(6 * B + 1)))
             assert len(manager._match(again)) == cached, f"{name}: a cached block became unreachable"
             manager.check([])
+        assert cached == 0, "the blocks were never cached"
 
 
 def test_blocks_that_never_filled_go_before_anything_cached() -> None:
@@ -306,8 +314,13 @@ def test_prefix_identity(algorithm: str) -> None:
 
 
 def test_the_chain_is_extended_not_rehashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr("qkv.cache.prefix._HASHES", {"xxh3_128": lambda data: calls.append(1) or bytes(16)})
+    calls: list[bytes] = []
+
+    def counted(data: bytes) -> bytes:
+        calls.append(data)
+        return bytes(16)
+
+    monkeypatch.setattr("qkv.cache.prefix._HASHES", {"xxh3_128": counted})
     hasher = PrefixHasher("xxh3_128", B, ["m"])
     chain: list[bytes] = []
     for blocks in range(1, 20):
@@ -343,12 +356,50 @@ def test_a_request_that_resumes_is_not_counted_as_a_prefix_hit() -> None:
     assert manager.recorder.recompute_tokens == B
 
 
+def test_a_swapped_request_moves_its_bytes_twice_and_offers_its_blocks_again() -> None:
+    manager = make_manager()
+    first, second = (make_request(i, list(range(3 * B + 1))) for i in range(2))
+    assert manager.admit(first, True)
+    compute(manager, first)
+    manager.swap_out(first)
+    manager.allocator.reset_cache()
+    assert manager.swap_in(first, True) is not None
+    assert manager.recorder.swap_out_bytes == manager.recorder.swap_in_bytes == 4 * 100
+    manager.seal(first)
+    assert manager.admit(second, False)
+    assert second.blocks[:3] == first.blocks[:3]
+
+
+def test_blocks_that_others_hold_too_do_not_count_as_private() -> None:
+    manager = make_manager()
+    first, second = (make_request(i, [*range(3 * B), *([i] * B), 9]) for i in range(2))
+    assert manager.admit(first, True)
+    compute(manager, first)
+    assert manager.view(first).num_private_blocks == 5
+    assert manager.admit(second, False)
+    assert [manager.view(r).num_private_blocks for r in (first, second)] == [2, 2]
+    manager.release(first)
+    assert manager.view(second).num_private_blocks == 5
+
+
 def test_the_watermark_holds_back_newcomers_but_never_the_only_request() -> None:
     manager = make_manager(num_blocks=11, watermark=0.5)
     small, big = make_request(0, [1] * 4 * B), make_request(1, [2] * 3 * B)
     assert manager.admit(small, alone=True)
     assert not manager.admit(big, alone=False)
     assert manager.admit(big, alone=True)
+
+
+def test_a_hit_counts_against_the_watermark_like_the_blocks_it_takes() -> None:
+    """Cached blocks that nobody uses are available until a hit takes them."""
+    manager = make_manager(num_blocks=11, watermark=0.5)
+    first, fits, too_much = (make_request(i, list(range(n * B + 1))) for i, n in enumerate((4, 4, 5)))
+    assert manager.admit(first, alone=True)
+    compute(manager, first)
+    manager.release(first)
+    assert not manager.admit(too_much, alone=False)  # 4 hit and 2 new would leave 4 of 10
+    assert manager.admit(fits, alone=False)
+    assert fits.num_computed == 4 * B
 
 
 def test_evicting_forgets_the_hash() -> None:
@@ -383,3 +434,12 @@ def test_contiguous_reserves_the_longest_length_and_shares_nothing() -> None:
     assert manager.admit(c, False)
     assert c.blocks == [1, 2, 3, 4]
     manager.check([b, c])
+
+
+def test_ten_thousand_random_operations() -> None:
+    PoolMachine.operations = 0
+    run_state_machine_as_test(
+        PoolMachine,
+        settings=settings(max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)),
+    )
+    assert PoolMachine.operations >= 10_000

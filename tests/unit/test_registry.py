@@ -119,7 +119,7 @@ def test_a_spec_without_a_name_is_a_config_error(registry: Registry[Base], spec:
 def test_only_dataclasses_of_the_base_register(registry: Registry[Base]) -> None:
     with pytest.raises(TypeError, match="must be a dataclass derived from Base"):
 
-        @registry.register("stranger")
+        @registry.register("stranger")  # type: ignore[arg-type]
         @dataclass
         class Stranger:
             pass

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv.sampling import Detokenizer, Sampler, StopSearch, argmax, filter_logits, token_logprob
+from qkv.sampling import NOT_FINITE, Detokenizer, Sampler, StopSearch, argmax, filter_logits, token_logprob
 from qkv.types import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
@@ -18,7 +18,7 @@ def kept(params: SamplingParams) -> list[int]:
 
 
 def test_filters_keep_what_they_say() -> None:
-    hot = {"temperature": 1.0}
+    hot: dict[str, Any] = {"temperature": 1.0}
     assert kept(SamplingParams(**hot)) == [0, 1, 2, 3, 4]
     assert kept(SamplingParams(**hot, top_k=2)) == [0, 4]
     assert kept(SamplingParams(**hot, top_p=0.5)) == [4]  # 64 % in the first: the token that crosses top_p stays
@@ -171,3 +171,12 @@ def test_a_huge_stop_string_is_searched_in_time() -> None:
     assert search.safe == 0  # all of it may be the beginning
     assert not search.found(text + "x")
     assert search.safe == len(text) + 1
+
+
+@pytest.mark.parametrize("worst", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_yields_no_token_and_leaves_the_others_alone(worst: float, temperature: float) -> None:
+    broken = LOGITS.clone()
+    broken[1] = worst
+    params = SamplingParams(temperature=temperature, top_k=1)
+    assert Sampler(0).sample(torch.stack([LOGITS, broken, LOGITS]), [(i, params) for i in range(3)]) == [4, NOT_FINITE, 4]

@@ -132,7 +132,7 @@ def test_truncated_directory_and_foreign_files(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(ScaleError, match="not a readable scale file"):
         ScaleFile.load(path)
-    with pytest.raises(ScaleError):
+    with pytest.raises(ScaleError, match="not a readable scale file"):
         ScaleFile.load(tmp_path)
     from safetensors.torch import save_file
 

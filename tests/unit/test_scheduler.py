@@ -35,7 +35,7 @@ def make(
     pool.bind(num_blocks, EVICTORS.build("lru"), 8)
     hasher = PrefixHasher("xxh3_128", B, []) if prefix else None
     manager = BlockManager(pool, hasher, HostPool(host), Recorder(), watermark, block_bytes=100)
-    return Scheduler(manager, PREEMPTORS.build(preemptor), SchedulerConfig(**config), CostModel(B, 100))  # type: ignore[arg-type]
+    return Scheduler(manager, PREEMPTORS.build(preemptor), SchedulerConfig(**config), CostModel(B, 100))
 
 
 def request(i: int, prompt: int, output: int = 10, priority: int = 0, **kw: int) -> Request:
@@ -139,11 +139,14 @@ def test_a_bad_preemptor_cannot_stop_progress_or_overrun_the_host_pool() -> None
     s = make(num_blocks=1 + 9, host=2, preemptor=_Stubborn(), max_num_batched_tokens=64)
     for i in range(3):
         s.add(request(i, 22, output=40))
+    preempted = []
     for _ in range(400):
         if s.idle:
             break
-        run_step(s)
+        preempted += [r.id for r in run_step(s).preempted]
     assert s.idle
+    assert preempted, "the pool was not small enough"
+    assert 0 not in preempted
 
 
 def test_throughput_recovers_after_pressure_ends() -> None:
@@ -166,13 +169,75 @@ def test_no_admission_in_a_step_that_preempts() -> None:
     s = make(num_blocks=1 + 9, max_num_batched_tokens=64)
     for i in range(5):
         s.add(request(i, 20, output=30))
+    preempting = 0
     for _ in range(300):
         if s.idle:
             break
         plan = run_step(s)
         if plan.preempted:
+            preempting += 1
             assert not any(c.start == 0 and c.request not in plan.preempted and c.request.admissions == 1 for c in plan.prefills)
             assert not plan.swap_in
+    assert s.idle
+    assert preempting > 1, "the pool was not small enough"
+
+
+def test_a_step_that_preempts_admits_nobody_however_urgent() -> None:
+    """The newcomer is served before the victim, in the next step: in this one the victim's blocks are not free yet."""
+    s = make(num_blocks=1 + 8, max_num_batched_tokens=64)
+    s.add(request(0, 30, output=60))
+    s.add(request(1, 30, output=60, priority=1))
+    run_step(s)
+    s.add(request(2, 10))
+    for _ in range(10):
+        plan = run_step(s)
+        if plan.preempted:
+            break
+        assert not plan.prefills
+    assert [r.id for r in plan.preempted] == [1]
+    assert ids(plan) == ([0], [])
+    assert ids(run_step(s)) == ([0], [(2, 0, 10)])
+
+
+def test_a_prompt_that_is_being_prefilled_is_shared_chunk_by_chunk() -> None:
+    s = make(prefix=True, max_num_batched_tokens=24, max_num_seqs=4)
+    first, second = request(0, 33), request(1, 33)
+    second.token_ids = list(first.token_ids)
+    s.add(first)
+    assert ids(run_step(s)) == ([], [(0, 0, 24)])
+    s.add(second)
+    assert ids(run_step(s)) == ([], [(0, 24, 33), (1, 24, 33)])
+
+
+def test_a_step_that_fails_forgets_what_it_swapped_out() -> None:
+    """The copies may not have happened, so the victim is prefilled again."""
+    s = make(num_blocks=1 + 9, preemptor="swap", max_num_batched_tokens=64)
+    requests = [request(i, 22, output=20) for i in range(3)]
+    for r in requests:
+        s.add(r)
+    while not (plan := s.plan()).swap_out:
+        for r in s.complete(plan):
+            r.token_ids.append(1)
+    assert {r.id for r in s.roll_back()} == {0, 1, 2}
+    assert all(r.status is Status.WAITING and not (r.blocks or r.host_blocks or r.num_computed) for r in requests)
+    s.manager.check(s.requests())
+    while not s.idle:
+        run_step(s)
+    assert [len(r.token_ids) for r in requests] == [42] * 3
+
+
+def test_quiet_steps_end_where_the_pool_does() -> None:
+    """Each request needs another block every B steps, and not only the first time."""
+    fast, slow = (make(num_blocks=1 + 12, max_num_batched_tokens=64) for _ in range(2))
+    for s in (fast, slow):
+        for i in range(2):
+            s.add(request(i, 5 + 3 * i, output=200))
+        run_step(s)
+    steps = 0
+    while not run_step(slow).preempted:
+        steps += 1
+    assert fast.quiet_steps(1000) == steps > 3 * B
+    assert fast.quiet_steps(7) == 7
 
 
 def test_a_scoring_requests_chunks_stay_within_the_logits_budget() -> None:
@@ -189,21 +254,21 @@ def test_a_scoring_requests_chunks_stay_within_the_logits_budget() -> None:
 
 def test_abort_works_in_every_state() -> None:
     s = make(num_blocks=1 + 12, preemptor="swap", max_num_batched_tokens=64, max_num_seqs=8)
-    for i in range(6):
+    for i in range(24):
         s.add(request(i, 30, output=30))
     states = set()
-    for step in range(60):
+    for step in range(200):
         if s.idle:
             break
         run_step(s)
         for r in list(s.requests()):
-            if (r.id + step) % 5 == 0:
+            if (r.id + step) % 5 == 0 and r.status not in states:
                 states.add(r.status)
                 s.finish(r, "abort")
                 s.finish(r, "abort")  # twice is harmless
                 s.manager.check(s.requests())
                 break
-    assert states >= {Status.WAITING, Status.RUNNING}
+    assert states == {Status.WAITING, Status.RUNNING, Status.SWAPPED}
     for r in list(s.requests()):
         s.finish(r, "abort")
     assert s.idle
@@ -219,7 +284,12 @@ def test_planning_touches_only_requests_that_are_due(monkeypatch: pytest.MonkeyP
     run_step(s)
     grown: list[int] = []
     grow = s.manager.grow
-    monkeypatch.setattr(s.manager, "grow", lambda r: grown.append(r.id) or grow(r))
+
+    def counted(r: Request) -> bool:
+        grown.append(r.id)
+        return grow(r)
+
+    monkeypatch.setattr(s.manager, "grow", counted)
     for _ in range(4 * B):
         run_step(s)
     assert len(grown) == 32 * 4

@@ -45,7 +45,8 @@ def test_a_flat_setting_arrives_where_its_dataclass_has_it(name: str) -> None:
     value = known.get(name, not default if isinstance(default, bool) else default if isinstance(default, str) else default + 0.5)
     value = int(value) if isinstance(default, int) and not isinstance(default, bool) else value
     for *part, field in PLACES[name]:
-        config = engine_config("m", **{name: value})
+        setting: dict[str, Any] = {name: value}
+        config = engine_config("m", **setting)
         assert getattr(getattr(config, part[0]) if part else config, field) == value
     assert config.model.name == "m"
 

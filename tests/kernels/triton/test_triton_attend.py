@@ -1,5 +1,7 @@
 """The decode and extend kernels against the reference, in float64, on the same bytes; free pages hold NaN."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from qkv_kernels.triton.extend import extend
 
 pytestmark = pytest.mark.interpreter
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-SHAPES = {  # head counts and dims, then the layer's rule
+SHAPES: dict[str, dict[str, Any]] = {  # head counts and dims, then the layer's rule
     "gqa2": {},
     "mha": {"G": 1, "B": 64},
     "gqa3, dim 80, window": {"H": 1, "G": 3, "Dk": 80, "window": 19, "B": 8},
@@ -33,7 +35,7 @@ SHAPES = {  # head counts and dims, then the layer's rule
 
 def setup(name: str, lengths: list[int], dtype: torch.dtype, H: int = 2, G: int = 2, Dk: int = 32, Dv: int | None = None,
           B: int = 16, window: int | None = None, softcap: float | None = None, sink_logits: bool = False,
-          **more: int):  # fmt: skip
+          **more: Any):  # fmt: skip
     pool = make_pool(FORMATS[name], lengths, H, Dk, Dv, B, dtype, **more)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(sum(lengths), H * G, Dk, generator=generator).to(dtype)
@@ -231,7 +233,7 @@ def test_queries_and_scales_beyond_float16_are_attended_all_the_same(factor: flo
     want = expected(pool, q, [1], rule)
     out = torch.empty(1, q.shape[1], pool.v_rows.shape[2], dtype=torch.float16)
     if factor > 1:  # the result itself must fit
-        pool.v = pool.v._replace(scale=pool.v.scale / 8)  # type: ignore[operator]
+        pool.v = pool.v._replace(scale=pool.v.scale / 8)
         want = expected(pool, q, [1], rule)
     decode(q, pool.k, pool.v, pool.block_table, pool.seq_lens, rule, out, 1)
     close(out, want, torch.float16)
@@ -270,6 +272,6 @@ def test_errors_name_the_argument() -> None:
         ({"splits": 0}, "splits must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            decode(**(good | change))  # type: ignore[arg-type]
+            decode(**(good | change))
     with pytest.raises(ValueError, match="query_start must have 3 entries for 2 requests"):
         extend(q, pool.k, pool.v, pool.block_table, pool.seq_lens, pool.seq_lens, 1, rule, out)
