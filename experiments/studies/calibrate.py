@@ -61,6 +61,7 @@ class Calibrate(Experiment):
     def run(self, run: Run) -> None:
         quantizer = static_quantizer(run.engine.quantizer)
         loaded = load_model(run.engine.model)
+        engines.require_positions(loaded, self.sample.tokens, "sample.tokens")
         sample = draw(run.data, loaded.tokenizer, self.sample, run.engine.seed)
         show_reading(run.data.name, sample)
         config = engines.whole_documents(run.engine, self.sample.tokens)

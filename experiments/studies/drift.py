@@ -68,6 +68,7 @@ class Drift(Experiment):
         spec = {"name": name, **(file.metadata.get("quantizer_fields") or {})}
         run.engine, quantizer = replace(run.engine, quantizer=spec, scales=None), QUANTIZERS.build(spec)
         loaded = load_model(run.engine.model)
+        engines.require_positions(loaded, self.sample.tokens, "sample.tokens")
         sample = draw(run.data, loaded.tokenizer, self.sample, run.engine.seed)
         scored = [d for d in sample.held_back if len(d) > 1]
         if len(scored) < 2:

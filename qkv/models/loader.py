@@ -5,6 +5,7 @@ Does not know about: the cache, attention.
 """
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -44,9 +45,11 @@ class Place(NamedTuple):
 def resolve(config: ModelConfig) -> Place:
     """Decide what `config` names, without loading anything.
 
-    Raises ModelError for an unknown name (did you mean), a path that does not exist, or a missing id or path.
+    Raises ModelError for an unknown name (did you mean), a path that does not exist, a missing id or path, or no device.
     """
     name = config.name
+    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", config.device):
+        raise ModelError(f"model.device: '{config.device}' is not a device that an engine runs on; use cpu, cuda or cuda:N")
     if name == "hub":
         if not config.id:
             raise ModelError("model=hub needs an id, e.g. model.id=HuggingFaceTB/SmolLM2-135M-Instruct")
@@ -130,12 +133,11 @@ def _local(path: str) -> Place:
 
 
 def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ModelError(f"device '{name}' is not a device; use cpu, cuda or cuda:N") from error
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device '{name}' was asked for, but torch {torch.__version__} sees no GPU; use device=cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"device '{name}' was asked for, but torch sees {torch.cuda.device_count()} GPUs; the first is cuda:0")
     return device
 
 

@@ -89,7 +89,7 @@ def test_names_paths_and_hub_ids_are_told_apart(tmp_path, monkeypatch):
         (ModelConfig("./nowhere"), "'./nowhere' does not exist"),
         (ModelConfig("nowhere.gguf"), "'nowhere.gguf' does not exist"),
         (ModelConfig("a/b/c"), "unknown model 'a/b/c'"),
-        (ModelConfig("llama2-7b-tiny", device="gpu0"), "'gpu0' is not a device"),
+        (ModelConfig("llama2-7b-tiny", device="gpu0"), "'gpu0' is not a device that"),
     ],
 )
 def test_a_wrong_name_says_what_is_allowed(config, expected):
