@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qkv.attention.base import choose_backend
 from qkv.errors import ConfigError
-from qkv.layout import HeadFormat, HeadStatics, KVFormat, LayerShape, Statics
+from qkv.layout import HeadFormat, HeadStatics, KVFormat, LayerShape, ScaleKind, Statics
 from qkv.policies.quantizer._affine import AffineQuantizer
 from qkv.policies.quantizer._fp4 import E2M1
 from qkv.policies.quantizer._normal import lloyd_max
@@ -78,14 +78,14 @@ def test_e2m1_numbers_times_the_scale_are_stored_exactly() -> None:
 
 @pytest.mark.parametrize("dtype", SCALE_DTYPES)
 @pytest.mark.parametrize("scale", ["token", "token_group", "block_channel"])
-def test_every_element_is_within_half_a_gap_of_its_entry(scale: str, dtype: torch.dtype) -> None:
+def test_every_element_is_within_half_a_gap_of_its_entry(scale: ScaleKind, dtype: torch.dtype) -> None:
     """Codes come from the scale as stored; only what a rounded-down scale leaves outside the table is further away."""
     table, D = TABLES[3], 32
     block = scale == "block_channel"
     fmt = KVFormat(
         3, torch.uint8, scale, dtype, group=8 if scale == "token_group" else None, unit="block" if block else "token",
         reading="codebook",
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
     x = torch.randn(*((3, 16) if block else (20,)), 2, D)
     data, s, z = codec.encode(x, fmt, table=table)
     assert z is None

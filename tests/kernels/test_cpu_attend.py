@@ -281,7 +281,7 @@ def test_the_operator_compiles_without_a_graph_break() -> None:
         table = torch.tensor([ours.tables[0]], dtype=torch.int32)
         slots = torch.tensor([ours.tables[0][p // 8] * 8 + p % 8 for p in range(20)])
 
-        def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part=part, table=table, slots=slots) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part=part, table=table, slots=slots) -> torch.Tensor:
             start = torch.tensor([0, 20], dtype=torch.int32)
             return cpu.attend(q, k, v, part.planes, table, start, slots, torch.arange(20), None, part.formats, 0.25) * 2
 

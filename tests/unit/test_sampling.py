@@ -179,4 +179,4 @@ def test_a_row_that_is_not_finite_yields_no_token_and_leaves_the_others_alone(wo
     broken = LOGITS.clone()
     broken[1] = worst
     params = SamplingParams(temperature=temperature, top_k=1)
-    assert Sampler(0).sample(torch.stack([LOGITS, broken, LOGITS]), [(i, params) for i in range(3)]) == [4, NOT_FINITE, 4]
+    assert Sampler(0).sample(torch.stack([LOGITS, broken, LOGITS]), [(i, params, 0) for i in range(3)]) == [4, NOT_FINITE, 4]
