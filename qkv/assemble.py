@@ -79,6 +79,7 @@ class StepRunner(Protocol):
 
     observer: Observer | None
 
+    def model_changed(self) -> bool: ...
     def run(self, plan: StepPlan) -> StepResult: ...
     def forget(self, request: Request) -> None: ...
 
@@ -159,6 +160,8 @@ def _assemble(
         deterministic=config.runner.deterministic,
         cuda_graphs=config.runner.cuda_graphs,
     )
+    adapter.warnings[:0] = core.warnings
+    core.warnings = adapter.warnings  # one list: later on, the adapter adds what it notices
     return core.parts(adapter, runner, backend, reason)
 
 

@@ -101,19 +101,19 @@ def load_model(config: "ModelConfig | str") -> LoadedModel:
         name = Path(place.value).resolve().name if place.kind == "path" else place.value
         source = f"{'folder' if place.kind == 'path' else 'hub'} {place.value}"
     try:
-        model = model.to(device)  # type: ignore[arg-type]
+        model = model.to(device).eval()  # type: ignore[arg-type]
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{name} does not fit on {device}: {str(error).splitlines()[0]}") from error
     return replace(wrap_model(model, tokenizer), name=name, source=source)
 
 
 def wrap_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None) -> LoadedModel:
-    """A transformers model object as LoadedModel: put in eval mode, otherwise left as it is. Raises ModelError."""
+    """A transformers model object as LoadedModel, left as it is (forwards run it in eval mode). Raises ModelError."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"model must be a name, a path, a hub id or a transformers PreTrainedModel, not {type(model).__name__}")
-    return LoadedModel(model.eval(), tokenizer, type(model).__name__, "object", fingerprint(model))
+    return LoadedModel(model, tokenizer, type(model).__name__, "object", fingerprint(model))
 
 
 def _local(path: str) -> Place:

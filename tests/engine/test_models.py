@@ -149,7 +149,7 @@ def test_a_model_object_is_taken_as_it_is():
     model = tiny_model("llama").train()
     loaded = wrap_model(model, None)
     assert loaded.model is model
-    assert not model.training
+    assert model.training
     assert (loaded.name, loaded.source) == ("LlamaForCausalLM", "object")
     with pytest.raises(ModelError, match="not Linear"):
         wrap_model(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
