@@ -63,7 +63,7 @@ class Engine:
         scales = usable_scales(config, policies.quantizer)
         if loaded is None:
             simulated = config.runner.name == "simulated"
-            loaded = SimulatedModel.of(config.model) if simulated else load_model(config.model)
+            loaded = SimulatedModel.of(config.model) if simulated else load_model(config.model, tokenizer)
         if tokenizer is not None and isinstance(loaded, LoadedModel):
             loaded = replace(loaded, tokenizer=tokenizer)
         self._parts: Parts

@@ -14,7 +14,8 @@ from qkv.config import ModelConfig
 from qkv.errors import ModelError
 from qkv.layout import LayerShape
 from qkv.models.fingerprint import setting
-from qkv.models.loader import Place, resolve
+from qkv.models.hub import unreachable
+from qkv.models.loader import Place, resolve, why
 from qkv.models.shapes import shape_of
 
 
@@ -74,7 +75,8 @@ def dimensions(config: ModelConfig) -> Dimensions:
 def _from_transformers(place: Place) -> Dimensions:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    where: dict[str, Any] = {"pretrained_model_name_or_path": place.value, "local_files_only": place.kind != "hub"}
+    local = place.kind != "hub" or unreachable() is not None
+    where: dict[str, Any] = {"pretrained_model_name_or_path": place.value, "local_files_only": local}
     if place.kind == "gguf":
         file = Path(place.value)
         where |= {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
@@ -83,8 +85,7 @@ def _from_transformers(place: Place) -> Dimensions:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # hub, configuration and file errors share no base class
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"cannot read the configuration of model '{place.value}': {first}") from error
+        raise ModelError(why(place, error, "read the configuration of")) from error
     heads, kv_heads, head_dim = (_one(config, place, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     return Dimensions(
         place.value,
@@ -106,7 +107,7 @@ def _one(config: Any, place: Place, name: str) -> Any:
     value = setting(config, name)
     if isinstance(value, list):
         raise ModelError(
-            f"the layers of model '{place.value}' have different {name} ({', '.join(map(str, dict.fromkeys(value)))}): a plan or a "
-            "simulation takes one for all. The model itself can be served"
+            f"the layers of model '{place.value}' have different {name} ({', '.join(map(str, dict.fromkeys(value)))}): a plan "
+            "or a simulation takes one for all. The model itself can be served"
         )
     return value
