@@ -214,7 +214,7 @@ _FIRST: Callable[[Any], Any] = itemgetter(0)
 
 def _middle(t: torch.Tensor) -> int:
     """The storage offset of an element in the middle of every dimension."""
-    return t.storage_offset() + sum((n // 2) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return int(t.storage_offset()) + sum((n // 2) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def _join(name: str, key: str) -> str:

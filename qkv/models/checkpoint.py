@@ -25,10 +25,9 @@ def read_model(name: str, dtype: torch.dtype, **where: Any) -> "tuple[PreTrained
     """
     from transformers import AutoModelForCausalLM
 
+    load: Any = AutoModelForCausalLM.from_pretrained
     with quietly():
-        model, info = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        model, info = load(**where, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
     mismatched = sorted(info["mismatched_keys"])
     if mismatched:
         key, found, expected = mismatched[0]

@@ -150,11 +150,11 @@ def _tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> Iterato
 
 
 def _head(model: "PreTrainedModel") -> Iterator[str]:
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if getattr(model.config.get_text_config(), "tie_word_embeddings", False) and head is not None:
-        weight = getattr(head, "weight", None)
-        if weight is not None and weight.data_ptr() != embedding.weight.data_ptr():  # type: ignore[union-attr]
-            yield "the configuration ties the output head to the input embedding; the model has a head of its own, which is used"
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and hasattr(head, "weight") and head.weight.data_ptr() != embedding.weight.data_ptr():
+        yield "the configuration ties the output head to the input embedding; the model has a head of its own, which is used"
 
 
 def _experts(model: "PreTrainedModel") -> str | None:

@@ -90,7 +90,8 @@ def load_model(config: "ModelConfig | str", tokenizer: Any = None) -> LoadedMode
         raise ModelError("model=shape has dimensions but no weights: use it with experiment=plan or runner=simulated")
     dtype: torch.dtype = getattr(torch, config.dtype)
     device = _device(config.device, dtype)
-    name, own, warnings = place.value, None, ()
+    name, own = place.value, None
+    warnings: tuple[str, ...] = ()
     if place.kind == "random":
         model = build_random(place.value, dtype, device, config.seed)
         source = f"random weights, seed {config.seed}"
@@ -157,7 +158,10 @@ def _from_pretrained(
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None, tuple[str, ...]]":
     from transformers import PreTrainedConfig
 
-    where = {"pretrained_model_name_or_path": place.value, "local_files_only": place.kind == "path" or unreachable() is not None}
+    where: dict[str, Any] = {
+        "pretrained_model_name_or_path": place.value,
+        "local_files_only": place.kind == "path" or unreachable() is not None,
+    }
     try:
         with quietly():
             config, _ = PreTrainedConfig.get_config_dict(**where)
@@ -184,7 +188,7 @@ def _tokenizer(place: Place, where: dict[str, Any]) -> "PreTrainedTokenizerBase 
         problem = "it has no vocabulary"  # some families get such a tokenizer, which turns any text into nothing
     except Exception as error:  # whatever a file can do to a parser
         problem = _first_line(error)
-    folder = Path(cached_file(place.value, "config.json", local_files_only=True)).parent
+    folder = Path(cached_file(place.value, "config.json", local_files_only=True) or "").parent
     files = sorted(f.name for f in folder.iterdir() if f.name.startswith(_TOKENIZER_FILES) or f.name.endswith(".tiktoken"))
     if files:
         raise ModelError(

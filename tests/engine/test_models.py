@@ -112,7 +112,7 @@ def test_gated_and_missing_repositories_say_what_to_do():
     def why(cause: Exception) -> str:
         error = OSError("You are trying to access a gated repo.\nMake sure to ...")
         error.__cause__ = cause
-        return loader._why(loader.Place("hub", "owner/model"), error)
+        return loader.why(loader.Place("hub", "owner/model"), error)
 
     assert "https://huggingface.co/owner/model and set HF_TOKEN" in why(GatedRepoError())
     assert "does not exist, or is private" in why(RepositoryNotFoundError())
