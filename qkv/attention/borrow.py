@@ -116,15 +116,17 @@ def _restore(implementations: list[tuple[Any, str]]) -> None:
 
 
 _shared: "WeakValueDictionary[int, SharedModel]" = WeakValueDictionary()  # by the id of the model, which the value keeps alive
+_sharing = threading.Lock()
 _process: int | None = None  # that made the first adapter: torch has its threads
 
 
 def share(model: "PreTrainedModel") -> SharedModel:
     """What is known of the model already, or its first look. Raises ModelError."""
     global _process
-    shared = _shared.get(id(model))
-    if shared is None:
-        shared = _shared[id(model)] = SharedModel(model)
+    with _sharing:
+        shared = _shared.get(id(model))
+        if shared is None:
+            shared = _shared[id(model)] = SharedModel(model)
     _process = _process or os.getpid()
     return shared
 

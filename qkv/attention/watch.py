@@ -134,7 +134,7 @@ class Watch:
             if name not in self._restless:
                 try:
                     t.data_ptr()
-                except RuntimeError:  # a tensor class of its own (quantized weights): only its identity is watched
+                except Exception:  # a tensor class of its own (quantized weights): only its identity is watched
                     continue
                 yield name, t
 
@@ -162,7 +162,7 @@ def is_known(kind: type) -> bool:
 
 
 def _is_setting(key: str, value: Any) -> bool:
-    return isinstance(value, float | bool) or key in _SETTINGS
+    return (isinstance(value, float | bool) and not key.startswith("_")) or key in _SETTINGS
 
 
 def _comparable(value: Any) -> Any:
@@ -189,7 +189,7 @@ class _Samples:
                 continue
             try:
                 flat = t.detach().as_strided((1,), (1,), _middle(t)).view(_BITS[t.element_size()])
-            except (RuntimeError, NotImplementedError):  # a tensor class of its own
+            except Exception:  # a tensor class of its own, which may raise anything
                 continue
             if t.device.type == "cpu":
                 self._host.append(flat.numpy())

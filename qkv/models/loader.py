@@ -118,7 +118,10 @@ def wrap_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | N
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"model must be a name, a path, a hub id or a transformers PreTrainedModel, not {type(model).__name__}")
+        raise ModelError(
+            f"model must be a name, a path, a hub id or a transformers PreTrainedModel, not {type(model).__name__}; of a wrapper "
+            "(PEFT, DDP, torch.compile) give the model inside"
+        )
     return LoadedModel(model, tokenizer, type(model).__name__, "object", fingerprint(model))
 
 
