@@ -19,6 +19,7 @@ from calibration.fitting import histogram
 from calibration.text.enough import shortage
 from qkv.errors import ConfigError, ScaleError
 from qkv.layout import LayerShape
+from qkv.models import LoadedModel, fingerprint
 from qkv.policies.quantizer.base import Quantizer
 from qkv.scales import ScaleFile
 from qkv.types import SamplingParams
@@ -137,7 +138,10 @@ def data_fingerprint(documents: Sequence[Sequence[int]]) -> str:
 
 
 def identity(engine: "Engine", documents: Sequence[Sequence[int]], sink_tokens: int) -> dict[str, Any]:
-    """What two runs must have in common for one to continue the other's statistics."""
+    """What two runs must have in common for one to continue the other's statistics. Raises ScaleError if the engine's model was
+    changed since."""
+    if isinstance(engine.loaded, LoadedModel) and fingerprint(engine.loaded.model) != engine.loaded.fingerprint:
+        raise ScaleError("the model was changed since this engine was made; create a new engine to calibrate it as it is now")
     return {
         "model": engine.loaded.name,
         "model_fingerprint": engine.loaded.fingerprint,

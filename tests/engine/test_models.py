@@ -113,7 +113,7 @@ def test_gated_and_missing_repositories_say_what_to_do():
     def why(cause: Exception) -> str:
         error = OSError("You are trying to access a gated repo.\nMake sure to ...")
         error.__cause__ = cause
-        return loader._why(loader.Place("hub", "owner/model"), error)
+        return loader.why(loader.Place("hub", "owner/model"), error)
 
     assert "https://huggingface.co/owner/model and set HF_TOKEN" in why(GatedRepoError())
     assert "does not exist, or is private" in why(RepositoryNotFoundError())
@@ -150,7 +150,7 @@ def test_a_model_object_is_taken_as_it_is():
     model = tiny_model("llama").train()
     loaded = wrap_model(model, None)
     assert loaded.model is model
-    assert not model.training
+    assert model.training
     assert (loaded.name, loaded.source) == ("LlamaForCausalLM", "object")
     with pytest.raises(ModelError, match="not Linear"):
         wrap_model(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
