@@ -75,8 +75,9 @@ def import_scales(path: str | Path, layers: Sequence[LayerShape], model: str, fi
         tensors[name] = value.float().flatten().expand(H).clone()
     metadata: dict[str, Any] = {"model": model, "model_fingerprint": fingerprint, "source": str(path)}
     metadata |= {"date": datetime.now(UTC).isoformat(timespec="seconds")}
-    scales = ScaleFile(tensors, metadata | quantizer_metadata(QUANTIZERS.build("fp8"), "imported"))
-    scales.validate(list(layers), "fp8", fingerprint)
+    fp8 = QUANTIZERS.build("fp8")
+    scales = ScaleFile(tensors, metadata | quantizer_metadata(fp8, "imported"))
+    scales.validate(layers, fp8.name, fingerprint, fp8.static_tensors())
     return scales
 
 

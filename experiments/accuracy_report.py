@@ -1,8 +1,8 @@
-"""The tables and the page of a finished experiment=accuracy, once more.
+"""Shows the tables of a finished experiment=accuracy again, and writes its page anew.
 
     python -m experiments.accuracy_report outputs/accuracy/2026-01-31_12-00-00 [out=accuracy.html]
 
-Takes: a run's record.json and flips.json. Does not know about: how anything was measured.
+Takes: a run's record.json and flips.json. Gives: tables, a page. Does not know about: how anything was measured.
 """
 
 import json

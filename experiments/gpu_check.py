@@ -1,11 +1,11 @@
-"""Everything worth knowing about the Triton kernels on a real GPU, in a few minutes, most important first.
+"""Checks and times the Triton kernels on a real GPU in a few minutes, the most important things first.
 
     PYTHONPATH=.:kernels python -m experiments.gpu_check --minutes 6 --out outputs/gpu_check
 
-Correctness of every op and format against the reference, then bandwidth, decode, append, extend, and a model end to end. Stops
-when the minutes are over; what was measured until then is in <out>/record.json, and one table is printed last. Needs torch,
-triton, transformers, xxhash and the standard library. `--smoke` runs every part on tiny shapes, on a CPU in Triton's
-interpreter too: it checks this script, and its times mean nothing.
+It compares every op and format with the reference, then times bandwidth, decode, append, extend, and a model end to end. It stops
+when the minutes are over; <out>/record.json has what was measured until then, and a table is printed last. Needs torch, triton,
+transformers, xxhash and the standard library. `--smoke` runs every part on tiny shapes, also on a CPU in Triton's interpreter: it
+checks this script, and its times mean nothing.
 """
 
 import argparse
@@ -42,7 +42,7 @@ TIMED = {
     "int4_token": FORMATS["int4_token"],
     "kivi4": RAW_ROW_FORMATS["kivi4"],
 }
-# In order of importance. The first is the one that the project's targets are stated for.
+# Shapes, the most important first. The project's targets are stated for the first one.
 DECODES = [Shape(64, 8192), Shape(1, 8192), Shape(16, 8192), Shape(64, 2048), Shape(256, 2048), Shape(1, 32768), Shape(16, 32768)]
 DECODES += [
     Shape(64, 8192, heads=32, kv_heads=32),
@@ -52,13 +52,13 @@ DECODES += [
 DECODES += [Shape(1, 2048), Shape(16, 2048), Shape(256, 8192), Shape(64, 8192, block_size=64), Shape(64, 32768)]
 DECODES += [Shape(256, 32768)]
 EXTENDS = [(Shape(1, 8192), 8192), (Shape(4, 2048), 2048), (Shape(1, 8192), 512), (Shape(1, 32768), 2048)]
-MEMORY_SHARE = 0.6  # of the GPU's memory that one case may take
+MEMORY_SHARE = 0.6  # one case may take at most this share of the GPU's memory
 
 
 def check_format(name: str, device_name: str, dtype_name: str, head_dim: int = 128) -> dict[str, Any]:
-    """Append, decode and extend of one format against the reference on the CPU. errors: empty if all is well.
+    """Compare append, decode and extend of one format with the reference on the CPU. errors: empty if all is well.
 
-    Formats that keep raw rows are checked in whole steps, because they store more than one op does.
+    Formats that keep raw rows are checked in whole steps, because no single op stores all that they store.
     """
     if name in RAW_ROW_FORMATS:
         return check_raw_rows(name, device_name, dtype_name, head_dim)
@@ -120,7 +120,7 @@ def _moved(pool: Pool, device: torch.device) -> Pool:
 
 
 def _differences(pool: Pool, want: Pool) -> Iterator[tuple[str, str]]:
-    """Parts that differ from the reference in bytes, over all pages."""
+    """The side and the plane of every tensor that differs from the reference in any byte of any page."""
     for side in ("k", "v"):
         for part in ("codes", "scale", "zero"):
             a, b = getattr(getattr(pool, side), part), getattr(getattr(want, side), part)
@@ -129,7 +129,7 @@ def _differences(pool: Pool, want: Pool) -> Iterator[tuple[str, str]]:
 
 
 def verdicts(kernels: list[dict[str, Any]], shape: str) -> Iterator[tuple[str, float, float, bool]]:
-    """(what, value, wanted, whether at least that is wanted) of every target whose parts are in the record's kernel rows."""
+    """(what, value, wanted, whether at least that is wanted) for every target whose figures are in the record's kernel rows."""
     seconds = {(k["op"], k["backend"], k["format"], k["shape"], k.get("new")): k["seconds"] for k in kernels}
     decoded = {k["format"]: k for k in kernels if (k["op"], k["backend"], k["shape"]) == ("decode", "triton", shape)}
     for name, wanted in (("bf16", 0.85), ("int8", 0.75)):
@@ -162,7 +162,7 @@ class Check:
         return self.end - time.monotonic()
 
     def run(self) -> int:
-        """All parts in order of importance. Returns the number of formats that are wrong."""
+        """Run all parts, the most important first. Returns how many formats are wrong."""
         wrong = self.correctness(["bf16", "int8", "fp8_e4m3", "int4"])
         self.bandwidth()
         shapes = [Shape(2, 64, 4, 2, 64)] if self.smoke else DECODES
@@ -184,7 +184,7 @@ class Check:
         return wrong
 
     def targets(self, shape: Shape) -> None:
-        """What the kernels are meant to reach, and whether they did, of what was measured."""
+        """Report what the kernels are meant to reach and whether they did, as far as it was measured."""
         kernels = [row["kernel"] for row in self.record.data["rows"] if "kernel" in row]
         for what, value, wanted, least in verdicts(kernels, str(shape)):
             met = (value >= wanted) == least
@@ -197,7 +197,7 @@ class Check:
             )
 
     def correctness(self, names: list[str]) -> int:
-        """Formats in processes of their own: compiling is what takes time. What no minute is left for is skipped."""
+        """Check formats in several processes, since compiling takes most of the time. Skip what there is no time left for."""
         dtypes = ["bfloat16"] if self.device.type == "cuda" else ["float32"]
         names = [n for n in names if self.device.type == "cuda" or "bf16" not in n][: 2 if self.smoke else None]
         jobs = [(n, str(self.device), d, 64 if self.smoke else 128) for n in names for d in dtypes]
@@ -292,8 +292,8 @@ class Check:
                     self._say("extend", name, f"{shape} last {new}", f"{s * 1e3:,.2f} ms, {flops / s / 1e12:,.0f} TFLOP/s")
 
     def model(self) -> None:
-        """Random weights of a real shape, end to end, with the same memory for every quantizer's cache: two thirds of what the
-        requests need unquantized, so that a smaller cache is also a larger batch."""
+        """Run a model of a real shape with random weights end to end. Every quantizer's cache gets the same memory, two thirds of
+        what the requests need unquantized, so that fewer bits also mean a larger batch."""
         from qkv.engine import Engine
         from qkv.types import SamplingParams
 
@@ -313,7 +313,7 @@ class Check:
                     loaded, quantizer=quantizer, memory_bytes=memory, max_num_seqs=n, enable_prefix_caching=False
                 ) as engine:
                     params = SamplingParams(max_tokens=new, ignore_eos=True)
-                    engine.generate(prompts, params)  # compiles and captures
+                    engine.generate(prompts, params)  # the first run compiles kernels and captures graphs
                     start = time.perf_counter()
                     engine.generate(prompts, params)
                     wall = time.perf_counter() - start
@@ -336,7 +336,7 @@ class Check:
 
     @contextlib.contextmanager
     def _part(self, what: str, needs_s: float) -> Iterator[None]:
-        """One measurement: skipped when too little time is left, its failure noted and passed over."""
+        """Run one measurement, or skip it when too little time is left. A failure is noted, and the run goes on."""
         try:
             if not self.smoke and self.left() < needs_s:
                 raise TimeoutError
@@ -361,7 +361,7 @@ class Check:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 all correct · 1 a format is wrong · 2 no GPU."""
+    """Returns the exit code: 0 all correct · 1 a format is wrong · 2 no GPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=6, help="stop measuring after this long")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu_check"), help="folder of record.json")

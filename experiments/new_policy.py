@@ -1,9 +1,9 @@
-"""Start a policy, and check one: what `make policy` and `make check-policy` run.
+"""Starts a new policy, or checks one; `make policy` and `make check-policy` run it.
 
     python -m experiments.new_policy create evictor gdsf     writes qkv/policies/evictor/gdsf.py and conf/evictor/gdsf.yaml
     python -m experiments.new_policy check gdsf              its contract tests, then a short experiment on a tiny model
 
-The starting points are the _template.py files beside the policies: real code, linted and tested like the rest.
+New policies start from the _template.py files beside the others, which are real code, linted and tested like the rest.
 Does not know about: what the policies do.
 """
 
@@ -68,7 +68,7 @@ def create(kind: str, name: str) -> list[Path]:
 
 
 def _yaml(kind: str, name: str, cls: type, template: str) -> str:
-    """The settings file: two comment lines, as all of conf/ has them, then the name and every field with its default."""
+    """The text of the settings file: two comment lines, as in all of conf/, then the name and every field with its default."""
     choice = f"quantizers='[none,{name}]'" if kind == "quantizer" else f"{kind}={name}"
     first_line = template.splitlines()[0].strip('"')
     fields = [f"{f.name}: {json.dumps(f.default)}" for f in dataclasses.fields(cls) if f.init]
@@ -78,7 +78,7 @@ def _yaml(kind: str, name: str, cls: type, template: str) -> str:
 
 
 def check(name: str, kind: str | None = None) -> int:
-    """Run the contracts and the short experiment; prints a verdict. Returns 0 if both are well. Raises ConfigError."""
+    """Run the contract tests and the short experiment, and print a verdict. Returns 0 if both are well. Raises ConfigError."""
     kinds = [k for k, registry in REGISTRIES.items() if name in registry.names() and kind in (None, k)]
     if not kinds:
         known = {n for k, registry in REGISTRIES.items() if kind in (None, k) for n in registry.names()}

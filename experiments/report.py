@@ -1,4 +1,4 @@
-"""One page for many records: a table that sorts, Pareto plots, and differences from a baseline.
+"""Makes one page of many records: a table that sorts, Pareto plots, and differences from a baseline.
 
     python -m experiments.report outputs/throughput/sweep_1a2b3c4d [baseline=old/record.json] [out=report.html]
 
@@ -6,7 +6,6 @@ Takes: folders with record.json in them, or records. Gives: one self-contained H
 Does not know about: how anything was measured.
 """
 
-import html
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.harness.page import STYLE, command, is_number, pareto
+from experiments.harness.page import STYLE, command, is_number, pareto, render
 from experiments.harness.record import flatten
 from experiments.harness.table import console, number, show
 from qkv.errors import ConfigError
@@ -38,7 +37,7 @@ COLUMNS = [
     ("plan ms", "scheduler/plan_ms/p50", 3),
     ("requests", "plan/requests", 0),
 ]
-# title, x, y, whether more of y is better (less of x always is)
+# title, x, y, whether a larger y is better (a smaller x always is)
 PARETO = [
     ("Tokens/s against KV bytes per token", "memory/kv_bytes_per_token", "speed/output_tokens_per_s", True),
     ("Tokens/s against waiting (TTFT p50, s)", "speed/ttft_s/p50", "speed/output_tokens_per_s", True),
@@ -48,7 +47,8 @@ PARETO = [
 
 @dataclass
 class Report:
-    """rows: flattened, with `job` and the settings in which the jobs differ. problems: jobs that failed or were interrupted."""
+    """What the page shows. rows: flattened rows, with `job` and the settings in which jobs differ. problems: jobs that failed or
+    were interrupted."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
@@ -61,17 +61,17 @@ class Report:
         return [column for column in COLUMNS if any(is_number(row.get(column[1])) for row in self.rows)]
 
     def difference(self, row: Mapping[str, Any], key: str) -> float | None:
-        """Relative change against the baseline's row of the same label."""
+        """The relative change from the baseline's row of the same label."""
         old, new = self.baseline.get(str(row.get("label")), {}).get(key), row.get(key)
         return new / old - 1 if is_number(old) and is_number(new) and old and new is not None else None
 
 
 def collect(paths: Sequence[Path], baseline: Path | None = None) -> Report:
-    """Raises ConfigError, naming the path, when there is nothing to read."""
+    """Read all records in these paths. Raises ConfigError, naming the path, where there is nothing to read."""
     report, files = Report(), [file for path in paths for file in _records(path)]
     records = [(file, _read(file)) for file in files]
     configs = [flatten(record.get("config", {})) for _, record in records if not record.get("error")]
-    # a field that only some have comes with the policy they name: the name says it
+    # A setting that only some jobs have belongs to the policy that they name, and the policy's name is shown already.
     keys = [key for key in (configs[0] if configs else {}) if all(key in config for config in configs)]
     report.settings = [key for key in keys if len({json.dumps(config[key]) for config in configs}) > 1]
     for file, record in records:
@@ -111,7 +111,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def print_table(report: Report) -> None:
-    """The rows, on the screen."""
+    """Print the rows as a table."""
     columns = report.columns
     heads = [*(key.rpartition(".")[2] for key in map(_short, report.settings)), "row", *(heading for heading, _, _ in columns)]
     cells = []
@@ -125,30 +125,20 @@ def print_table(report: Report) -> None:
 
 
 def write(report: Report, out: Path) -> Path:
-    """The page. Needs nothing from the network. Raises ConfigError when it cannot be written."""
+    """Write the page, which loads nothing from the network. Raises ConfigError when the file cannot be written."""
     columns = report.columns
     heads = ["job", *map(_short, report.settings), "row", *(heading for heading, _, _ in columns)]
-    body = []
+    lines = []
     for row in report.rows:
-        texts = [row["job"], *(row[f"config/{key}"] for key in report.settings), row["label"]]
-        cells = [f"<td>{html.escape(str(text))}</td>" for text in texts]
+        words = [row["job"], *(row[f"config/{key}"] for key in report.settings), row["label"]]
+        numbers = []
         for _, key, digits in columns:
             value, change = row.get(key), report.difference(row, key)
             shown = number(value, digits) if is_number(value) else "-"
-            mark = f" <small>{100 * change:+.1f} %</small>" if change is not None else ""
-            cells.append(f'<td class="n" data-v="{value if is_number(value) else ""}">{shown}{mark}</td>')
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    problems = "".join(f"<li><b>job {html.escape(job)}</b>: {html.escape(text)}</li>" for job, text in report.problems)
-    plots = "".join(filter(None, (pareto(report.rows, *plot) for plot in PARETO)))
-    page = _PAGE.format(
-        style=STYLE,
-        heads="".join(f"<th>{html.escape(head)}</th>" for head in heads),
-        body="\n".join(body),
-        problems=f"<h2>Failed or interrupted</h2><ul>{problems}</ul>" if problems else "",
-        plots=f"<h2>Pareto plots</h2><p>The line joins what nothing else beats in both.</p>{plots}" if plots else "",
-        baseline="<p>Small figures: change against the baseline's row of the same name.</p>" if report.baseline else "",
-        sources="".join(f"<li>{html.escape(source)}</li>" for source in report.sources),
-    )
+            numbers.append((value if is_number(value) else "", shown, None if change is None else f"{100 * change:+.1f} %"))
+        lines.append((words, numbers))
+    plots = list(filter(None, (pareto(report.rows, *plot) for plot in PARETO)))
+    page = render(_PAGE, style=STYLE, report=report, heads=heads, lines=lines, plots=plots)
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -162,24 +152,49 @@ def _short(key: str) -> str:
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>qkv report</title>
 <style>
-{style}
+{{ style }}
 </style>
-<h1>Report</h1>{baseline}
-<table id="t"><thead><tr>{heads}</tr></thead><tbody>
-{body}
+<h1>Report</h1>
+{% if report.baseline %}
+<p>Small figures: change against the baseline's row of the same name.</p>
+{% endif %}
+<table id="t"><thead><tr>{% for head in heads %}<th>{{ head }}</th>{% endfor %}</tr></thead><tbody>
+{% for words, numbers in lines %}
+<tr>{% for word in words %}<td>{{ word }}</td>{% endfor %}
+{% for value, shown, change in numbers %}
+<td class="n" data-v="{{ value }}">{{ shown }}{% if change %} <small>{{ change }}</small>{% endif %}</td>
+{% endfor %}
+</tr>
+{% endfor %}
 </tbody></table>
-{problems}{plots}
-<h2>Records</h2><ul>{sources}</ul>
+{% if report.problems %}
+<h2>Failed or interrupted</h2><ul>
+{% for job, text in report.problems %}
+<li><b>job {{ job }}</b>: {{ text }}</li>
+{% endfor %}
+</ul>
+{% endif %}
+{% if plots %}
+<h2>Pareto plots</h2><p>The line joins what nothing else beats in both.</p>
+{% for plot in plots %}
+{{ plot }}
+{% endfor %}
+{% endif %}
+<h2>Records</h2><ul>
+{% for source in report.sources %}
+<li>{{ source }}</li>
+{% endfor %}
+</ul>
 <script>
-document.querySelectorAll("#t th").forEach((th, i) => th.onclick = () => {{
+document.querySelectorAll("#t th").forEach((th, i) => th.onclick = () => {
   const body = document.querySelector("#t tbody"), up = th.dataset.up = th.dataset.up === "1" ? "0" : "1";
-  const key = row => {{
+  const key = row => {
     const cell = row.cells[i];
     return "v" in cell.dataset ? parseFloat(cell.dataset.v || "-Infinity") : cell.textContent;
-  }};
+  };
   const order = (a, b) => (key(a) > key(b) ? 1 : key(a) < key(b) ? -1 : 0) * (up === "1" ? 1 : -1);
   [...body.rows].sort(order).forEach(row => body.append(row));
-}});
+});
 </script>
 """
 

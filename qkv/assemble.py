@@ -181,7 +181,7 @@ class EngineCore:
 def bind_quantizer(adapter: Adapter, fingerprint: str, scales: ScaleFile | None, quantizer: Quantizer) -> list[list[HeadFormat]]:
     """The formats of every layer, once the scales are found to fit the model and the quantizer. Raises ScaleError."""
     if scales is not None:
-        scales.validate(adapter.layers, quantizer.name, fingerprint)
+        scales.validate(adapter.layers, quantizer.name, fingerprint, quantizer.static_tensors())
     quantizer.bind(adapter.layers, scales, adapter.dtype, adapter.device)
     return [quantizer.formats(i) for i in range(len(adapter.layers))]
 
@@ -223,6 +223,7 @@ def build_core(
         poison=config.cache.poison,
         slots=slots,
         raw_dtype=adapter.dtype,
+        static_bytes=quantizer.static_bytes(),
     )
     identity = (fingerprint, str(adapter.dtype), quantizer.fingerprint(), scale_id, config.attention.reads)
     # With tail_blocks a hit would need raw rows of the blocks before the first new token. Recomputing them exactly takes the raw
@@ -241,12 +242,11 @@ def build_core(
     )
     scheduler = Scheduler(manager, policies.preemptor, config.scheduler, CostModel(B, store.block_bytes))
     intake = Intake(tokenizer, adapter.vocab_size, max_model_len, allocator.max_tokens())
-    static = any(t is not None for i in range(len(layers)) for s in quantizer.statics(i) for t in (*s.k, *s.v))
     source = (
         f"scale file: {scale_id if isinstance(config.scales, ScaleFile) else config.scales}"
         if scales is not None
         else "defaults"
-        if static
+        if quantizer.static_tensors()
         else "none needed"
     )
     warnings = [*(scales.warnings if scales is not None else []), *quantizer.warnings()]

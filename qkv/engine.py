@@ -1,13 +1,15 @@
 """The engine: wires model, pool, policies and scheduler, and turns the handle. Decides nothing itself.
 
 The life of a request, in call order: intake -> scheduler (block manager, preemptor) -> runner (attention backend, store)
--> sampler -> outputs. One thread steps; add_request and abort may come from any thread.
+-> sampler -> outputs. Who steps, when many threads call, is decided in turns.py.
 """
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -15,7 +17,7 @@ from qkv.assemble import Parts, assemble, build_policies, usable_scales
 from qkv.attention.base import Observer
 from qkv.config import EngineConfig
 from qkv.errors import ConfigError, RequestError
-from qkv.intake import Intake, Prompt
+from qkv.intake import Intake, Prompt, shown
 from qkv.layout import LayerShape
 from qkv.loop import Loop
 from qkv.metrics import summary
@@ -27,15 +29,27 @@ from qkv.scheduler import Scheduler
 from qkv.scoring import OnLogits, Score, Scoring
 from qkv.settings import EngineSettings, engine_config
 from qkv.simulation import SimulatedClock, SimulatedLoop, SimulatedModel, assemble_simulated
+from qkv.turns import Call, Turns
 from qkv.types import Request, RequestMetrics, RequestOutput, SamplingParams, StepPlan
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 
 class Engine:
     """Generation and scoring on a paged, quantized KV cache. Make one with `Engine.create` or `Engine.from_config`;
-    close it (or use it in a `with`) to give a passed-in model its own attention back."""
+    close it (or use it in a `with`) to give a passed-in model its own attention back.
+
+    Threads: every method may be called from any thread at any time. Requests of all callers run in the same steps, which one of
+    the waiting threads takes for everybody, and each caller gets its own results; a stream that is read slowly delays nobody.
+    metrics(), check() and the like wait for the step that runs. close() ends the calls that wait with ClosedError. Callbacks
+    (on_logits, observers) run within a step, in whichever thread takes it: from there only add_request, abort and metrics() may
+    be called. For asyncio there is astream().
+
+    Failures: what raises while the engine works for one request (sampling, text, a callback, a policy that was asked about it)
+    ends that request with finish_reason "error" and the reason; the others finish with the tokens they would have had.
+    """
 
     def __init__(
         self,
@@ -63,8 +77,7 @@ class Engine:
             self._parts, loop = assemble(loaded, config, policies, scales), Loop
         self.config, self.loaded, self.clock = config, loaded, clock
         self._loop = loop(self._parts, Outputs(loaded.tokenizer, self._parts.adapter.eos_token_ids), config.seed, clock)
-        self._unclaimed: list[Request] = []  # ended while somebody else was driving the loop
-        self._closed = False
+        self._turns = Turns(self._loop)
         self.tokenizer = loaded.tokenizer
         self.intake: Intake = self._parts.intake
         self.scheduler: Scheduler = self._parts.scheduler
@@ -100,35 +113,31 @@ class Engine:
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, salt: str = "", arrival: float | None = None
     ) -> int:
-        """Queue a prompt (text or token ids); returns its id. Any thread. Raises RequestError. salt separates prefix caches.
+        """Queue a prompt (text or token ids); returns its id. Raises RequestError. salt separates prefix caches.
 
         arrival: when it came, by the engine's clock, where that was during a step; None means now. Times count from it.
         """
-        now = self.clock() if arrival is None else arrival
-        return self.intake.add(prompt, params or SamplingParams(), now, salt).id
+        return self._add(self._turns.unclaimed, prompt, params, salt, arrival)
 
     def abort(self, request_id: int) -> None:
-        """End a request, whatever its state; its blocks are back before the next step. Any thread."""
+        """End a request, whatever its state; its blocks are back before the next step. Raises RequestError for what is no id."""
+        if not isinstance(request_id, int):
+            raise RequestError(f"abort takes a request's id, not {shown(request_id)}")
         self.intake.abort(request_id)
 
     @property
     def has_work(self) -> bool:
-        return not (self.intake.empty and self.scheduler.idle and not self._unclaimed)
+        with self._turns.alone():
+            return not (self.intake.empty and self.scheduler.idle and not self._turns.unclaimed.news)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the state of every request that got a token or ended."""
-        advanced = self._loop.advance()
-        ended_elsewhere, self._unclaimed = self._unclaimed, []
-        return [self._loop.output(request) for request in ended_elsewhere + advanced]
+        """Run one step, for everybody. Returns the state of every request of add_request that got a token or ended."""
+        return self._turns.step(self._loop.output)
 
     def advance(self) -> list[Request]:
         """step() for those who measure: no outputs are made, and a simulation takes alike steps at once. Returns the requests
         that got a token or ended, to read and not to change."""
-        requests = self._loop.advance()
-        for request in requests:
-            if request.finish_reason is not None:
-                self._loop.forget(request)
-        return requests
+        return self._turns.step(self._seen)
 
     def generate(
         self,
@@ -136,28 +145,62 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continue all prompts; results in their order. A prompt that cannot be served gives an output with
-        finish_reason "error" and the reason in `error`; the others finish. progress: a bar, if stderr is a terminal."""
-        outputs: dict[int, RequestOutput] = {}
-        ids, failed = self._submit(prompts, params)
-        with _bar(len(ids), progress) as bar:
-            bar.update(len(failed))
-            for request in self._drive({i for i in ids if i is not None}):
-                if request.finish_reason is not None:
-                    outputs[request.id] = self._loop.output(request)
+        """Continue all prompts; results in their order. A prompt that cannot be served, or that something fails for on the way,
+        gives an output with finish_reason "error" and the reason in `error`; the others finish. progress: a bar, if stderr is
+        a terminal. Raises ClosedError when the engine is closed meanwhile."""
+        call = Call(False, self._loop.output)
+        try:
+            ids, failed = self._submit(call, prompts, params)
+            with _bar(len(ids), progress) as bar:
+                bar.update(len(failed))
+                outputs: dict[int, RequestOutput] = {}
+                for output in self._turns.results(call):
+                    outputs[output.id] = output
                     bar.update()
+        finally:
+            self._turns.abandon(call)
         errors = iter(failed)
         return [outputs[i] if i is not None else next(errors) for i in ids]
 
     def stream(
         self, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[RequestOutput]:
-        """Like generate, but yields each request's state after every token; the last one has a finish_reason. Ids are
-        consecutive in the order of the prompts. Leaving the loop early aborts what is left."""
-        ids, failed = self._submit(prompts, params)
-        yield from failed
-        for request in self._drive({i for i in ids if i is not None}):
-            yield self._loop.output(request)
+        """Like generate, but yields each request's state after every token; the last one has a finish_reason. Its text only ever
+        grows. Ids grow in the order of the prompts. Who is slower than the engine, while others drive it, gets the newest state.
+        Leaving the loop early aborts what is left."""
+        call = Call(True, self._loop.output)
+        try:
+            yield from self._submit(call, prompts, params)[1]
+            yield from self._turns.results(call)
+        finally:
+            self._turns.abandon(call)
+
+    async def astream(
+        self, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """stream() for asyncio: `async for output in engine.astream(...)`. A thread of the engine's own steps while any such call
+        is unfinished. A task that is cancelled aborts its requests."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        call = Call(True, self._loop.output)
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the event loop has ended, and so has who waited
+                loop.call_soon_threadsafe(ready.set)
+
+        call.wake = wake
+        try:
+            for output in self._submit(call, prompts, params)[1]:
+                yield output
+            self._turns.serve(call)
+            while call.pending or call.news:
+                ready.clear()
+                news = self._turns.pick_up(call)
+                for output in news:
+                    yield output
+                if not news:
+                    await ready.wait()
+        finally:
+            self._turns.abandon(call)
 
     def score(
         self,
@@ -170,35 +213,54 @@ class Engine:
 
         first: the first token to score, of all lists or of each; positions before it may come from the prefix cache.
         on_logits(index in token_lists, start, logits [n, V]): row i predicts token start + i. Called as chunks come, each
-        position exactly once, so nothing of size T x V is kept. Raises RequestError before anything runs.
+        position exactly once, by the thread that steps, so nothing of size T x V is kept. What it raises ends the call.
+        Raises RequestError before anything runs, or when a list cannot be finished.
         """
-        scoring, requests = Scoring(self.intake, token_lists, first, on_logits), list[Request]()
+        if isinstance(self.loaded, SimulatedModel):
+            raise ConfigError("a simulation has no logits to score with; use runner=default")
+        scoring = Scoring(self.intake, token_lists, first, on_logits)
+        call: Call[Request] = Call(False, lambda request: request)
+        receivers: list[int] = []
+
+        def claim(request: Request) -> None:
+            self._turns.claim(call, request)
+            self._loop.receivers[request.id] = scoring.receiver(len(receivers))
+            receivers.append(request.id)
+
         try:
-            for index, (tokens, begin) in enumerate(scoring.lists):
-                requests.append(self.intake.add_scoring(tokens, begin, self.clock()))
-                self._loop.receivers[requests[-1].id] = scoring.receiver(index)
-            with _bar(len(requests), progress) as bar:
-                for request in self._drive({r.id for r in requests}):
-                    bar.update(request.finish_reason is not None)
+            for tokens, begin in scoring.lists:
+                self.intake.add_scoring(tokens, begin, self.clock(), claim)
+            with _bar(len(receivers), progress) as bar:
+                for request in self._turns.results(call):
+                    scoring.raise_failure(request)
+                    bar.update()
         finally:
-            for request in requests:
-                self._loop.receivers.pop(request.id, None)
-                self.abort(request.id)
+            self._turns.abandon(call)
+            for request_id in receivers:
+                self._loop.receivers.pop(request_id, None)
         return scoring.scores()
 
+    def _add(self, call: Call, prompt: Prompt, params: SamplingParams | None, salt: str = "", at: float | None = None) -> int:
+        now = self.clock() if at is None else at
+        params = SamplingParams() if params is None else params
+        return self.intake.add(prompt, params, now, salt, partial(self._turns.claim, call)).id
+
     def _submit(
-        self, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None
+        self, call: Call, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> tuple[list[int | None], list[RequestOutput]]:
         """Queue prompts. Ids in order, None where a prompt was refused; and an error output per refusal, in order."""
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        try:
+            prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        except TypeError:
+            raise RequestError(f"prompts are a list of texts or of lists of token ids, not {shown(prompts)}") from None
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one for all, or one per prompt")
         ids: list[int | None] = []
         failed: list[RequestOutput] = []
         for prompt, p in zip(prompts, each, strict=True):
             try:
-                ids.append(self.add_request(prompt, p))
+                ids.append(self._add(call, prompt, p))
             except RequestError as error:
                 ids.append(None)
                 self.recorder.finished("error")
@@ -206,28 +268,10 @@ class Engine:
                 failed.append(RequestOutput(-1, given, [], "", "error", RequestMetrics(), error=str(error)))
         return ids, failed
 
-    def _drive(self, mine: set[int]) -> Iterator[Request]:
-        """Step until all of `mine` ended, yielding them as they advance. Aborts the rest if the consumer leaves."""
-        pending = set(mine)
-        try:
-            while pending:
-                ended_elsewhere = [r for r in self._unclaimed if r.id in pending]  # somebody else drove the loop meanwhile
-                self._unclaimed = [r for r in self._unclaimed if r.id not in pending]
-                advanced = ended_elsewhere or self._loop.advance()
-                self._unclaimed += [r for r in advanced if r.id not in mine and r.finish_reason is not None]
-                for request in advanced:
-                    if request.id in pending:
-                        if request.finish_reason is not None:
-                            pending.discard(request.id)
-                        yield request
-        finally:
-            for request_id in pending:
-                self.abort(request_id)
-            for request in self._loop.take_in():
-                if request.id in mine:
-                    self._loop.forget(request)
-                else:
-                    self._unclaimed.append(request)
+    def _seen(self, request: Request) -> Request:
+        if request.finish_reason is not None:
+            self._loop.forget(request)
+        return request
 
     # -- looking in --------------------------------------------------------------------------------------------------
 
@@ -236,23 +280,46 @@ class Engine:
         return self._parts.adapter.layers
 
     def watch_steps(self, watcher: Callable[[StepPlan, float], None] | None) -> None:
-        """watcher(plan, seconds) sees every step that ran; None ends it. Steps that a simulation takes at once are not seen."""
-        self._loop.on_step = watcher
+        """watcher(plan, seconds) sees every step that ran; None ends it. Steps that a simulation takes at once are not seen.
+        What a watcher raises ends its watching, and is raised by the next call of this."""
+        with self._turns.alone():
+            self._loop.on_step, failure, self._loop.watcher_failure = watcher, self._loop.watcher_failure, None
+        if failure is not None:
+            raise failure
 
     @contextmanager
     def observe(self, observer: Observer) -> Iterator[None]:
         """While active, observer(layer, q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv]) sees the queries, keys and values of every
         forward, after RoPE, unquantized and without padding. Nothing is taken from the prefix cache meanwhile: every token of
-        every prompt is seen."""
+        every prompt is seen. One observer at a time. What it raises ends the request it saw, and is raised again at the end."""
         runner, manager = self._parts.runner, self.scheduler.manager
-        runner.observer, manager.reuse = observer, False
+        failures: list[Exception] = []
+
+        def guarded(layer: int, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor") -> None:
+            try:
+                observer(layer, q, k, v)
+            except Exception as error:
+                failures.append(error)
+                raise
+
+        with self._turns.alone():
+            if runner.observer is not None:
+                raise ConfigError("the engine is being observed already; one observer at a time")
+            runner.observer, manager.reuse = guarded, False
         try:
             yield
         finally:
-            runner.observer, manager.reuse = None, True
+            with self._turns.alone():
+                runner.observer, manager.reuse = None, True
+        if failures:
+            raise failures[0]
 
     def metrics(self) -> dict[str, Any]:
         """Counters and rates since the start, in the parts of an experiment record: memory, speed, cache, attention."""
+        with self._turns.alone():
+            return self._metrics()
+
+    def _metrics(self) -> dict[str, Any]:
         allocator, r = self.scheduler.manager.allocator, self.recorder
         usable = allocator.num_blocks - allocator.num_reserved
         return {
@@ -281,33 +348,33 @@ class Engine:
 
     def reset_metrics(self) -> None:
         """Start counting anew, e.g. after a warm-up."""
-        fresh = Recorder()
-        for name in vars(fresh):
-            setattr(self.recorder, name, getattr(fresh, name))
-        self.scheduler.manager.allocator.evictions = 0
-        self._loop.latencies = Latencies()
+        with self._turns.alone():
+            vars(self.recorder).update(vars(Recorder()))
+            self.scheduler.manager.allocator.evictions = 0
+            self._loop.latencies = Latencies()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks nobody references, e.g. after changing the model's weights."""
-        self.scheduler.manager.allocator.reset_cache()
+        with self._turns.alone():
+            self.scheduler.manager.allocator.reset_cache()
 
     def check(self) -> None:
-        """Raise AssertionError on any broken invariant of the pool (laws 4 and 5 of LAWS.md). Between steps."""
-        self.scheduler.manager.check(self.scheduler.requests())
-        self._parts.store.check_null()
+        """Raise AssertionError on any broken invariant of the pool (laws 4 and 5 of LAWS.md)."""
+        with self._turns.alone():
+            self.scheduler.manager.check(self.scheduler.requests())
+            self._parts.store.check_null()
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all requests, free the pool, give the model its attention back. Safe to call twice."""
-        if self._closed:
+        """End all requests, free the pool, give the model its attention back. Calls that wait in other threads end with
+        ClosedError. Safe to call twice."""
+        if not self._turns.close():
             return
-        self._closed = True
-        self._loop.take_in()
-        for request in list(self.scheduler.requests()):
-            self._loop.finish(request, "abort")
-        self._parts.adapter.close()
-        self._parts.store.free()
+        with self._turns.alone():
+            self._loop.end_all()
+            self._parts.adapter.close()
+            self._parts.store.free()
 
     def __enter__(self) -> "Engine":
         return self

@@ -14,6 +14,10 @@ class RequestError(QkvError, ValueError):
     """One request cannot be served: it is empty, has unknown token ids or is too long. Other requests go on."""
 
 
+class ClosedError(QkvError, RuntimeError):
+    """The engine was closed, before the call or while it waited."""
+
+
 class ModelError(QkvError, ValueError):
     """The model cannot be found, read, or run through the paged cache."""
 

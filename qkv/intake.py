@@ -1,10 +1,12 @@
-"""The door: prompts become requests, or a RequestError that says what is wrong. The only part other threads may touch.
+"""The door: prompts become requests, or a RequestError that says what is wrong. Any thread may come.
 
-Takes: text or token ids. Gives: requests, drained by the stepping thread. Does not know about: blocks, steps.
+Takes: text or token ids. Gives: requests, drained by the thread that steps. Does not know about: blocks, steps, who waits.
 """
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import index
 from typing import Any
 
@@ -12,6 +14,8 @@ from qkv.errors import RequestError
 from qkv.types import Request, SamplingParams
 
 Prompt = str | Sequence[int]
+Claim = Callable[[Request], None]
+MOST_STOPS = 1000  # stop strings of a request: each is looked for after each token, in the step of everybody
 
 
 class Intake:
@@ -23,17 +27,24 @@ class Intake:
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int, pool_tokens: int) -> None:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.max_model_len, self.pool_tokens = max_model_len, pool_tokens
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # taken again where garbage collection ends a stream while we append
+        self._encoding = threading.Lock()  # a tokenizer that truncates or pads changes itself while it encodes
+        self._special = special_tokens(tokenizer)
         self._next_id = 0
         self._new: list[Request] = []
         self._aborted: list[int] = []
 
-    def add(self, prompt: Prompt, params: SamplingParams, now: float, salt: str = "") -> Request:
-        """Queue a generation. Any thread. Raises RequestError."""
+    def add(self, prompt: Prompt, params: SamplingParams, now: float, salt: str, claim: Claim) -> Request:
+        """Queue a generation. claim(request) is called before a step can see the request. Raises RequestError."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters are a SamplingParams, not {shown(params)}")
+        if not isinstance(salt, str) or not encodable(salt):
+            raise RequestError(f"salt={shown(salt)} is not allowed; it must be text that UTF-8 can encode")
+        if not isinstance(now, int | float) or isinstance(now, bool) or not math.isfinite(now):
+            raise RequestError(f"arrival={shown(now)} is not allowed; it must be a finite time of the engine's clock, or None")
+        params = self._stops(params)
         tokens = self.tokens(prompt)
         n = len(tokens)
-        if params.stop and self.tokenizer is None:
-            raise RequestError(f"stop={params.stop!r} needs a tokenizer, which this model has not; use stop_token_ids")
         limit = min(self.max_model_len, self.pool_tokens + 1)  # the last token sampled is never stored
         if n >= self.max_model_len:
             raise RequestError(
@@ -50,17 +61,35 @@ class Intake:
                 f"prompt {n} + max_tokens {max_tokens} = {n + max_tokens} tokens, above {what} ({limit}); "
                 f"max_tokens can be at most {limit - n}"
             )
-        return self._queue(tokens, params, max_tokens, now, None, salt)
+        return self._queue(tokens, params, max_tokens, now, None, salt, claim)
 
-    def add_scoring(self, tokens: list[int], first: int, now: float) -> Request:
+    def add_scoring(self, tokens: list[int], first: int, now: float, claim: Claim) -> Request:
         """Queue a scoring request for tokens first.. of what scoring_tokens() let through."""
-        return self._queue(tokens, SamplingParams(max_tokens=1), 0, now, first, "")
+        return self._queue(tokens, SamplingParams(max_tokens=1), 0, now, first, "", claim)
+
+    def _stops(self, params: SamplingParams) -> SamplingParams:
+        """The same, where stop strings that are special tokens are looked for by id: the text leaves such tokens out."""
+        if not params.stop:
+            return params
+        if self.tokenizer is None:
+            raise RequestError(f"stop={shown(params.stop)} needs a tokenizer, which this model has not; use stop_token_ids")
+        if len(params.stop) > MOST_STOPS:
+            raise RequestError(f"{len(params.stop)} stop strings are given; a request may have {MOST_STOPS}")
+        for stop in params.stop:
+            inside = next((token for token in self._special if token in stop and token != stop), None)
+            if inside is not None:
+                raise RequestError(
+                    f"stop={shown(stop)} can never be met: the text leaves out the special token '{inside}'; "
+                    "use that token alone, or the text without it"
+                )
+        ids = tuple(self._special[stop] for stop in params.stop if stop in self._special)
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *ids)) if ids else params
 
     def scoring_tokens(self, prompt: Prompt, first: int) -> list[int]:
         """Token ids of a prompt to score from `first` on, validated. Raises RequestError."""
         tokens = self.tokens(prompt)
-        if not 1 <= first < len(tokens):
-            raise RequestError(f"first={first} is not allowed for {len(tokens)} tokens; it must be 1 to {len(tokens) - 1}")
+        if isinstance(first, bool) or not hasattr(first, "__index__") or not 1 <= index(first) < len(tokens):
+            raise RequestError(f"first={shown(first)} is not allowed for {len(tokens)} tokens; it must be 1 to {len(tokens) - 1}")
         limit = min(self.max_model_len, self.pool_tokens) + 1  # the last token is predicted, and never stored
         if len(tokens) > limit:
             raise RequestError(
@@ -70,7 +99,7 @@ class Intake:
         return tokens
 
     def abort(self, request_id: int) -> None:
-        """Any thread; takes effect before the next step. Unknown and finished ids are ignored."""
+        """Takes effect before the next step. Unknown and finished ids are ignored."""
         with self._lock:
             self._aborted.append(request_id)
 
@@ -90,15 +119,14 @@ class Intake:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer: give token ids, or pass tokenizer= to Engine.create")
-            tokens = list(self.tokenizer(prompt)["input_ids"])
-        else:
             try:
-                tokens = [index(t) for t in prompt]
-            except TypeError:
-                shown = repr(prompt) if len(repr(prompt)) < 60 else f"{repr(prompt)[:57]}..."
-                raise RequestError(
-                    f"a prompt is text or a list of token ids, not {shown}; several prompts are a list of those"
-                ) from None
+                with self._encoding:
+                    tokens = list(self.tokenizer(prompt)["input_ids"])
+            except Exception as error:
+                why = "it holds half of a surrogate pair" if not encodable(prompt) else f"{type(error).__name__}: {error}"
+                raise RequestError(f"the tokenizer cannot encode the prompt {shown(prompt)}: {why}") from None
+        else:
+            tokens = token_ids(prompt)
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
@@ -107,10 +135,53 @@ class Intake:
         return tokens
 
     def _queue(
-        self, tokens: list[int], params: SamplingParams, max_tokens: int, now: float, score_from: int | None, salt: str
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        max_tokens: int,
+        now: float,
+        score_from: int | None,
+        salt: str,
+        claim: Claim,
     ) -> Request:
         with self._lock:
             request = Request(self._next_id, len(tokens), tokens, params, max_tokens, now, score_from, salt)
+            claim(request)
             self._next_id += 1
             self._new.append(request)
         return request
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """Whole numbers of any integer type, in anything that has an order: lists, arrays, tensors. Raises RequestError."""
+    try:
+        if isinstance(prompt, bytes | bytearray | set | frozenset | dict):
+            raise TypeError
+        given = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        if any(isinstance(t, bool) for t in given):
+            raise TypeError
+        return [index(t) for t in given]
+    except TypeError:
+        raise RequestError(
+            f"a prompt is text or a list of token ids, not {shown(prompt)}; several prompts are a list of those"
+        ) from None
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The tokens that decoding leaves out, by their text."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return {str(token): int(i) for i, token in added.items() if getattr(token, "special", False)}
+
+
+def encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(value: object) -> str:
+    """For a message: one line, not too long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) < 60 else f"{text[:57]}..."

@@ -3,19 +3,20 @@
 Takes: a sampled token. Gives: a finish reason or None, and RequestOutput on demand. Does not know about: blocks, steps.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from qkv.sampling import Detokenizer, find_stop
+from qkv.sampling import Detokenizer, StopSearch
 from qkv.types import FinishReason, Request, RequestMetrics, RequestOutput, TokenLogprob
 
 
 @dataclass(slots=True)
 class _State:
     detokenizer: Detokenizer
-    searched: int = 0  # characters already searched for stop strings
+    stops: StopSearch
     text: str | None = None  # set when a stop string cut it
+    shown: str = ""  # the text of the last output
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -38,17 +39,16 @@ class Outputs:
         if params.stop:
             state = self._state(request)
             text = state.detokenizer.update(request.token_ids[request.prompt_len :])
-            at = find_stop(text, params.stop, state.searched)
-            if at >= 0:
-                state.text = text[:at]
+            if state.stops.found(text):
+                state.text = text[: state.stops.safe]
                 return "stop"
-            state.searched = len(text)
         if len(request.token_ids) - request.prompt_len >= request.max_tokens:
             return "length"
         return None
 
     def output(self, request: Request) -> RequestOutput:
-        """The request as it stands; final when it has a finish_reason."""
+        """The request as it stands; final when it has a finish_reason. Until then text that may be the beginning of a stop
+        string is held back, so that no text is ever taken back."""
         state = self._state(request)
         tokens = request.token_ids[request.prompt_len :]
         if state.text is None:
@@ -57,13 +57,23 @@ class Outputs:
                 shown = tokens[:-1]
             done = request.finish_reason is not None
             text = state.detokenizer.finish(shown) if done else state.detokenizer.update(shown)
+            if request.params.stop and not done:
+                text = text[: state.stops.safe]
         else:
             text = state.text
+        state.shown = text
+        return self._as_it_stands(request, state)
+
+    def broken(self, request: Request) -> RequestOutput:
+        """Where output() raised: the end of the request, with the text that was there before."""
+        return replace(self._as_it_stands(request, self._state(request)), finish_reason="error")
+
+    def _as_it_stands(self, request: Request, state: _State) -> RequestOutput:
         return RequestOutput(
             id=request.id,
             prompt_token_ids=request.token_ids[: request.prompt_len],
-            token_ids=tokens,
-            text=text,
+            token_ids=request.token_ids[request.prompt_len :],
+            text=state.shown,
             finish_reason=request.finish_reason,
             metrics=request_metrics(request),
             logprobs=list(state.logprobs) if request.params.logprobs is not None else None,
@@ -75,7 +85,7 @@ class Outputs:
 
     def _state(self, request: Request) -> _State:
         if request.id not in self._states:
-            self._states[request.id] = _State(Detokenizer(self._tokenizer))
+            self._states[request.id] = _State(Detokenizer(self._tokenizer), StopSearch(request.params.stop))
         return self._states[request.id]
 
 

@@ -1,6 +1,6 @@
 """Scale files: static quantization parameters with the record of where they came from.
 
-Takes: tensors named "layers.{index}.{kind}", kind one of k_scale, v_scale, k_zero, v_zero. Gives: the same, checked.
+Takes: tensors named "layers.{index}.{name}", and what a quantizer declares of them. Gives: the same, checked.
 Does not know about: how scales are chosen, what a quantizer does with them.
 """
 
@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,49 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from qkv.errors import ScaleError
-from qkv.layout import LayerShape
+from qkv.layout import LayerShape, Side
 
 FORMAT_VERSION = 1
-_NAME = re.compile(r"layers\.(\d+)\.([kv]_(?:scale|zero))")
+_NAME = re.compile(r"layers\.(\d+)\.(\w+)")
+
+
+@dataclass(frozen=True)
+class StaticTensor:
+    """A tensor that a quantizer takes from its scale file for every layer: float32, named "layers.{index}.{side}_{kind}".
+
+    shape: axes as LayerShape names them (H, Hq), "D" for the head dim of the side, or numbers.
+    statistics: kinds of what calibration must collect of that side; make(*statistics) gives the tensor of one layer.
+    positive: its values must be finite and above 0, as scales are; otherwise finite.
+    default: the value of every element where there is no scale file; None: a scale file is needed.
+    """
+
+    side: Side
+    kind: str
+    shape: tuple[str | int, ...]
+    statistics: tuple[str, ...]
+    make: Callable[..., torch.Tensor]
+    positive: bool = False
+    default: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.side}_{self.kind}"
+
+    @property
+    def observed(self) -> tuple[str, ...]:
+        """The statistics by their full names, as in "k_channel_absmax"."""
+        return tuple(f"{self.side}_{kind}" for kind in self.statistics)
+
+    def shape_in(self, layer: LayerShape) -> tuple[int, ...]:
+        sizes = {"H": layer.H, "Hq": layer.Hq, "D": layer.dim(self.side)}
+        return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in self.shape)
 
 
 @dataclass
 class ScaleFile:
     """Static scales of one model and one quantizer.
 
-    tensors: {"layers.{index}.k_scale": [H] or [H, Dk], "layers.{index}.v_scale": [H] or [H, Dv], "…k_zero", "…v_zero"}.
+    tensors: {"layers.{index}.{name}": tensor}, for every layer and every name that the quantizer declares, such as k_scale.
     metadata, JSON values: format_version, model (name), model_fingerprint, quantizer (name), quantizer_fields, method,
         data_fingerprint, documents, tokens, versions {library: version}, date.
     warnings: what a record must say, filled by validate().
@@ -87,8 +120,10 @@ class ScaleFile:
         digest.update(json.dumps(identity, sort_keys=True).encode())
         return digest.hexdigest()
 
-    def validate(self, layers: list[LayerShape], quantizer: str, model_fingerprint: str) -> None:
-        """Check that these are usable scales of this model for this quantizer; fills `warnings`.
+    def validate(
+        self, layers: Sequence[LayerShape], quantizer: str, model_fingerprint: str, declared: Sequence[StaticTensor]
+    ) -> None:
+        """Check that these are usable tensors of this model for this quantizer, which declares what it reads; fills `warnings`.
 
         model_fingerprint "" means the caller cannot know it. Raises ScaleError naming the layer and the cause.
         """
@@ -103,45 +138,45 @@ class ScaleFile:
                 f"scale file belongs to another model: it was made for '{self.metadata.get('model', 'unknown')}' "
                 f"(fingerprint {found}), this model has fingerprint {model_fingerprint}; calibrate again on this model"
             )
-        kinds = set()
+        if not self.tensors:
+            raise ScaleError("scale file holds no tensors; calibrate again")
+        self.check_names(layers, declared)
+        scales = [self.tensor(layer, t) for layer in layers for t in declared if t.positive]
+        others = [self.tensor(layer, t) for layer in layers for t in declared if not t.positive]
+        uncalibrated = bool(scales) and all(bool((t == 1).all()) for t in scales) and not any(bool(t.any()) for t in others)
+        self.warnings = ["every static scale is exactly 1.0: the scale file looks uncalibrated"] if uncalibrated else []
+
+    def check_names(self, layers: Sequence[LayerShape], declared: Sequence[StaticTensor]) -> None:
+        """Raises ScaleError naming the layer if the file holds a tensor that the quantizer would not read."""
+        names = sorted(t.name for t in declared)
         for name in self.tensors:
             match = _NAME.fullmatch(name)
             if not match:
-                raise ScaleError(
-                    f"scale file: unknown tensor '{name}'; names are layers.<index>.k_scale, v_scale, k_zero or v_zero"
-                )
+                raise ScaleError(f"scale file: unknown tensor '{name}'; names are layers.<index>.<name>, as in layers.0.k_scale")
             if int(match[1]) not in {layer.index for layer in layers}:
                 raise ScaleError(f"scale file: layer {match[1]} is not an attention layer of this model ({len(layers)} layers)")
-            kinds.add(match[2])
-        if not kinds:
-            raise ScaleError("scale file holds no scales; calibrate again")
-        for layer in layers:
-            for kind in sorted(kinds):
-                D = layer.Dk if kind.startswith("k") else layer.Dv
-                self.tensor(layer, kind, (layer.H,), (layer.H, D))
-        scales = [t for name, t in self.tensors.items() if name.endswith("_scale")]
-        self.warnings = (
-            ["every static scale is exactly 1.0: the scale file looks uncalibrated"]
-            if all(bool((t == 1).all()) for t in scales)
-            else []
-        )
+            if match[2] not in names:
+                raise ScaleError(
+                    f"scale file: layer {match[1]}: the quantizer, with these settings, reads no {match[2]}; it reads "
+                    f"{', '.join(names) or 'nothing'}. Use the settings that the file was made with, or calibrate again"
+                )
 
-    def tensor(self, layer: LayerShape, kind: str, *shapes: tuple[int, ...]) -> torch.Tensor:
-        """The float32 tensor "layers.{index}.{kind}", checked: present, one of `shapes`, finite, positive if a scale.
+    def tensor(self, layer: LayerShape, declared: StaticTensor) -> torch.Tensor:
+        """The float32 tensor of a layer, checked: present, of the declared shape, finite, positive where declared so.
 
         Raises ScaleError naming layer and cause.
         """
-        where = f"scale file: layer {layer.index}: {kind}"
-        value = self.tensors.get(f"layers.{layer.index}.{kind}")
+        where = f"scale file: layer {layer.index}: {declared.name}"
+        value = self.tensors.get(f"layers.{layer.index}.{declared.name}")
         if value is None:
             raise ScaleError(f"{where} is missing; calibrate again with this model and quantizer")
-        if tuple(value.shape) not in shapes:
-            allowed = " or ".join(str(list(s)) for s in shapes)
-            raise ScaleError(f"{where} has shape {list(value.shape)}, this model needs {allowed}")
+        shape = declared.shape_in(layer)
+        if tuple(value.shape) != shape:
+            raise ScaleError(f"{where} has shape {list(value.shape)}, this model and quantizer need {list(shape)}")
         value = value.to(torch.float32)
-        bad = ~value.isfinite() if kind.endswith("zero") else ~(value.isfinite() & (value > 0))
+        bad = ~(value.isfinite() & (value > 0)) if declared.positive else ~value.isfinite()
         if bool(bad.any()):
-            needs = "finite" if kind.endswith("zero") else "finite and positive"
+            needs = "finite and positive" if declared.positive else "finite"
             raise ScaleError(
                 f"{where} holds {value[bad][0].item()} ({int(bad.sum())} of {bad.numel()} values); it must be {needs}"
             )

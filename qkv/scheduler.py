@@ -29,6 +29,9 @@ class Scheduler:
         self._due: dict[int, list[Request]] = {}  # step -> requests that need a block then; stale entries are skipped
         self._plan = StepPlan(0, [], [], [], [], [])  # of the current step, perhaps unfinished; roll_back needs it
         self._stalled = False  # the next waiting request cannot be admitted before another gives blocks back
+        self.current: Request | None = None  # whose blocks are being seen to: the one to end if a policy raises
+        self.token_limit: int | None = None  # tokens of a step, and running requests, at most: set after a lack of memory
+        self.allowed: frozenset[int] | None = None  # ids that may be admitted: set while looking for who makes steps fail
 
     # -- queue -------------------------------------------------------------------------------------------------------
 
@@ -41,6 +44,11 @@ class Scheduler:
         """Every unfinished request."""
         yield from self._running.values()
         yield from (r for _, r in self._waiting if r.status is not Status.FINISHED)
+
+    @property
+    def running(self) -> list[Request]:
+        """All that hold device blocks."""
+        return list(self._running.values())
 
     @property
     def num_running(self) -> int:
@@ -65,13 +73,16 @@ class Scheduler:
         plan = self._plan = StepPlan(self.step, [], [], [], [], [])
         for request in sorted(self._due.pop(self.step, ()), key=lambda r: r.sort_key):
             if request.due_step == self.step and request.status is Status.RUNNING:
+                self.current = request
                 self._grow(request, plan)
-        budget = self.config.max_num_batched_tokens - len(self._decoding)
+        most = self.config.max_num_batched_tokens
+        budget = min(most, self.token_limit or most) - len(self._decoding)
         scored = self.config.max_num_scored_tokens
         for request in sorted(self._prefilling.values(), key=lambda r: r.sort_key):
             budget, scored = self._add_chunk(request, plan, budget, scored)
         if not plan.preempted:
             self._admit(plan, budget, scored)
+        self.current = None
         plan.decodes = list(self._decoding.values())
         if plan.empty and (self._running or self._next_waiting()):
             raise RuntimeError(f"nothing can run: {self.num_running} running, {self.num_waiting} waiting requests")
@@ -106,6 +117,7 @@ class Scheduler:
         host_free = self.manager.host.num_free - raw
         swap = self.preemptor.mode(view, host_free, self.costs) == "swap" and 0 < view.num_blocks <= host_free
         self._leave(request)
+        plan.preempted.append(request)
         if swap:
             plan.swap_out.append(self.manager.swap_out(request))
             request.status = Status.SWAPPED
@@ -113,7 +125,6 @@ class Scheduler:
             self.manager.drop(request)
             request.status = Status.WAITING
         request.preemptions += 1
-        plan.preempted.append(request)
         self.add(request)
 
     def _add_chunk(self, request: Request, plan: StepPlan, budget: int, scored: int) -> tuple[int, int]:
@@ -134,8 +145,9 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int, scored: int) -> None:
         self._stalled = False
-        while budget > 0 and len(self._running) < self.config.max_num_seqs and (request := self._next_waiting()):
-            alone = not self._running
+        most = min(self.config.max_num_seqs, self.token_limit or self.config.max_num_seqs)
+        while budget > 0 and len(self._running) < most and (request := self._next_allowed()):
+            self.current, alone = request, not self._running
             if request.status is Status.SWAPPED:
                 copy = self.manager.swap_in(request, alone)
                 if copy is None:
@@ -145,7 +157,7 @@ class Scheduler:
             elif not self.manager.admit(request, alone):
                 self._stalled = True
                 return
-            heapq.heappop(self._waiting)
+            self._pop_waiting(request)
             request.status = Status.RUNNING
             self._running[request.id] = request
             if request.decoding:
@@ -160,6 +172,20 @@ class Scheduler:
         while self._waiting and self._waiting[0][1].status is Status.FINISHED:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
+
+    def _next_allowed(self) -> Request | None:
+        request = self._next_waiting()
+        if request is None or self.allowed is None or request.id in self.allowed:
+            return request
+        found = [r for _, r in self._waiting if r.id in self.allowed and r.status is not Status.FINISHED]
+        return min(found, key=lambda r: r.sort_key, default=None)
+
+    def _pop_waiting(self, request: Request) -> None:
+        if self._waiting[0][1] is request:
+            heapq.heappop(self._waiting)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
+            heapq.heapify(self._waiting)
 
     def _set_due(self, request: Request, next_step: int) -> None:
         """Note the step in which the request needs another block. `next_step`: the step that stores its next token."""
@@ -201,7 +227,7 @@ class Scheduler:
             allocator.step = self.step
             for request in sorted(self._due.pop(self.step, ()), key=lambda r: r.sort_key):
                 if request.due_step == self.step and request.status is Status.RUNNING:
-                    before = len(request.blocks)
+                    self.current, before = request, len(request.blocks)
                     request.num_computed = before * allocator.block_size  # being due means that its blocks are full
                     self.manager.seal(request)
                     if not self.manager.grow(request):
@@ -211,6 +237,7 @@ class Scheduler:
             written += len(running)
             recorder.count_step(allocator.num_referenced, written, held)
             recorder.weigh_step(duration)
+        self.current = None
         for request in running:
             request.num_computed = len(request.token_ids) - 1
 
@@ -224,6 +251,7 @@ class Scheduler:
         ready = list(plan.decodes)
         for request, _, end in plan.prefills:
             request.num_computed = end
+            self.current = request
             self.manager.seal(request)
             if end == request.num_inputs:
                 del self._prefilling[request.id]
@@ -231,6 +259,7 @@ class Scheduler:
                     self._decoding[request.id] = request
                     self._set_due(request, self.step + 1)
                     ready.append(request)
+        self.current = None
         self._count()
         return ready
 
@@ -238,6 +267,7 @@ class Scheduler:
         """End the request, whatever its state, and release all that it holds. Nothing happens if it has ended already."""
         if request.status is Status.FINISHED:
             return
+        self.current = request
         if request.status is Status.RUNNING:
             self.manager.seal(request)
             self._leave(request)
@@ -245,6 +275,7 @@ class Scheduler:
             self.recorder.finished_held_tokens += len(request.blocks) * self.manager.block_size
         self.manager.release(request)
         request.status, request.finish_reason = Status.FINISHED, reason
+        self.current = None
         self.recorder.finished(reason)
 
     def roll_back(self) -> list[Request]:
@@ -260,6 +291,28 @@ class Scheduler:
             self.manager.reset(request)
             request.status = Status.WAITING
         return running + self._plan.preempted
+
+    def start_over(self) -> list[Request]:
+        """A policy raised half-way through the bookkeeping. Every unfinished request waits to be prefilled again, in its place
+        and with its tokens, and the pools are new. Returns these requests; asks no policy."""
+        known = [*self._running.values(), *(r for _, r in self._waiting), *self._plan.preempted, self.current]
+        unfinished = {r.id: r for r in known if r is not None and r.status is not Status.FINISHED}
+        for queue in (self._running, self._prefilling, self._decoding, self._due):
+            queue.clear()
+        self.current, self._waiting, self._stalled = None, [], False
+        self.manager.start_over(unfinished.values())
+        for request in unfinished.values():
+            request.status = Status.WAITING
+            self.add(request)
+        return list(unfinished.values())
+
+    def stop_swapping(self) -> None:
+        """Between steps: swapped requests, too, wait to be prefilled again."""
+        for request in self.requests():
+            if request.status is Status.SWAPPED:
+                self.manager.reset(request)
+                request.status = Status.WAITING
+        self.manager.stop_swapping()
 
     def _leave(self, request: Request) -> None:
         """Take the request out of what runs; the caller deals with its blocks."""

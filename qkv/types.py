@@ -92,6 +92,7 @@ class Request:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
+    failure: Exception | None = None  # what `error` tells in words, where an exception ended it
     num_computed: int = 0
     blocks: list[BlockId] = field(default_factory=list)
     host_blocks: list[BlockId] = field(default_factory=list)

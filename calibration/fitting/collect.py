@@ -131,11 +131,6 @@ def check_finite(stats: dict[int, Stats], layers: Sequence[LayerShape]) -> None:
             )
 
 
-def raw_sinks(quantizer: Quantizer) -> int:
-    """Tokens at the start of a document that the quantizer keeps raw, so that no range needs to hold them."""
-    return int(getattr(quantizer, "sink_tokens", 0))
-
-
 def data_fingerprint(documents: Sequence[Sequence[int]]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([list(tokens) for tokens in documents]).encode())
 
@@ -181,7 +176,7 @@ def absmax_scales(
     documents = [list(tokens) for tokens in token_lists if tokens]
     if not documents:
         raise ScaleError("calibration got no tokens; give documents with text")
-    collector = Collector(sorted(quantizer.observers()), skip=raw_sinks(quantizer))
+    collector = Collector(sorted(quantizer.observers()), skip=quantizer.raw_sink_tokens())
     with engine.observe(collector):
         for i, tokens in enumerate(documents):
             collector.begin()
@@ -189,5 +184,5 @@ def absmax_scales(
             if progress:
                 progress(i + 1, len(documents))
     check_finite(collector.stats, engine.layers)
-    metadata = provenance(engine, documents, raw_sinks(quantizer)) | quantizer_metadata(quantizer, "absmax")
+    metadata = provenance(engine, documents, quantizer.raw_sink_tokens()) | quantizer_metadata(quantizer, "absmax")
     return ScaleFile(quantizer.tensors_from_stats(collector.stats), metadata)

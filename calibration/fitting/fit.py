@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibration.fitting import search
 from calibration.fitting.collect import quantizer_metadata
+from calibration.fitting.ranges import RANGE_KINDS
 from calibration.fitting.statistics import Statistics
 from qkv.errors import ConfigError
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
@@ -41,6 +42,12 @@ def fit(
     percentile: of method=percentile. searched: the documents that method=output runs, with progress(tokens) after each.
     Raises ConfigError where the method does not go with the quantizer, ScaleError where the scales would be unusable.
     """
+    others = sorted(name for name in quantizer.observers() if name[2:] not in RANGE_KINDS)
+    if others and method != "absmax":
+        raise ConfigError(
+            f"method={method} chooses ranges, but quantizer {quantizer.name} makes its tensors from {', '.join(others)}, which "
+            "no range determines; use method=absmax, which takes statistics as they were collected"
+        )
     if method == "output":
         choices = search.least_output_error(quantizer, statistics.layers, engine, searched, progress)
         tensors = search.at(quantizer, statistics.layers, choices, cover=False)
@@ -49,5 +56,5 @@ def fit(
     how: dict[str, Any] = {"percentile": percentile} if method == "percentile" else {}
     how["coverage"] = {"layers": len(statistics.layers), "of": len(engine.layers)}
     file = ScaleFile(tensors, statistics.metadata | quantizer_metadata(quantizer, method) | how)
-    file.validate(engine.layers, quantizer.name, engine.loaded.fingerprint)
+    file.validate(engine.layers, quantizer.name, engine.loaded.fingerprint, quantizer.static_tensors())
     return file

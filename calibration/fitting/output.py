@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-from calibration.fitting.collect import raw_sinks
 from qkv.layout import LayerShape, Side
 from qkv.policies.quantizer.base import Quantizer
 
@@ -80,7 +79,7 @@ def mix(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def _stored(quantizer: Quantizer, layer: int, side: Side, x: torch.Tensor) -> torch.Tensor:
     """What attention reads of a whole document: the first tokens raw where the quantizer keeps them so."""
     out = roundtrip(quantizer, layer, side, x)
-    raw = raw_sinks(quantizer)
+    raw = quantizer.raw_sink_tokens()
     out[:raw] = x[:raw]
     return out
 

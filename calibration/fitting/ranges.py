@@ -10,6 +10,7 @@ import torch
 
 from calibration.fitting import histogram
 from calibration.fitting.collect import Stats
+from qkv.errors import ConfigError
 
 
 class Range(NamedTuple):
@@ -53,11 +54,22 @@ def cover_sinks(r: Range, stats: Stats, side: str, raw: int = 0) -> Range:
     return Range(torch.minimum(r.low, low[raw:].amin(0)), torch.maximum(r.high, high[raw:].amax(0)))
 
 
-def as_statistics(names: Iterable[str], k: Range, v: Range) -> Stats:
-    """The statistics called `names`, as if exactly these ranges had been seen."""
+RANGE_KINDS = ("channel_min", "channel_max", "channel_absmax", "head_absmax")  # statistics that a range determines
+
+
+def as_statistics(names: Iterable[str], k: Range, v: Range, collected: Stats) -> Stats:
+    """The statistics called `names`, as if exactly these ranges had been seen; as collected where a range says nothing of them.
+
+    Raises ConfigError for one that was not collected.
+    """
     out: Stats = {}
     for name in names:
         r = k if name.startswith("k_") else v
+        if name[2:] not in RANGE_KINDS:
+            if name not in collected:
+                raise ConfigError(f"calibration collected no {name}; it has: {', '.join(sorted(collected))}")
+            out[name] = collected[name]
+            continue
         absmax = torch.maximum(r.low.abs(), r.high.abs())
         kinds = {"channel_min": r.low, "channel_max": r.high, "channel_absmax": absmax, "head_absmax": absmax.amax(-1)}
         out[name] = kinds[name[2:]]

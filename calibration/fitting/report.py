@@ -1,20 +1,15 @@
 """The calibration report: one HTML file with its charts inside, and the same numbers as JSON.
 
 Takes: the dictionary of diagnose.py with what was measured. Gives: report.html, report.json and the charts as PNG files.
-Does not know about: models, quantizers. matplotlib is imported when a report is written, never before.
+Does not know about: models, quantizers. matplotlib and jinja2 are imported when a report is written, never before.
 """
 
 import base64
-import html
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:.5rem 0}td,th{padding:.15rem .7rem;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child{text-align:left}img{max-width:100%}code{background:#f3f3f3;padding:0 .2rem}small{color:#666}"""
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> list[Path]:
@@ -58,39 +53,50 @@ def _page(report: Mapping[str, Any], charts: Sequence[Path]) -> str:
                 f"{accuracy['tokens_scored']:,} tokens, read through the cache",
             )
         )
-    rows = "".join(f"<tr><td>{html.escape(k)}</td><td style='text-align:left'>{html.escape(v)}</td></tr>" for k, v in facts)
-    advice = "".join(f"<li>{html.escape(line)}</li>" for line in report["suggestions"]["lines"]) or "<li>nothing stands out</li>"
-    images = "".join(
-        f"<p><img alt='{c.stem}' src='data:image/png;base64,{base64.b64encode(c.read_bytes()).decode()}'></p>" for c in charts
-    )
-    title = f"Calibration of {html.escape(report['model'])}"
-    return (
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>"
-        f"<table>{rows}</table><h2>What stands out</h2><ul>{advice}</ul><h2>Charts</h2>{images}"
-        f"<h2>Layers</h2>{_table(report['layers'])}<p><small>All numbers: report.json beside this file.</small></p></html>\n"
-    )
+    from jinja2 import StrictUndefined, Template
+
+    images = [(c.stem, base64.b64encode(c.read_bytes()).decode()) for c in charts]
+    template = Template(_PAGE, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    advice = report["suggestions"]["lines"] or ["nothing stands out"]
+    return template.render(model=report["model"], facts=facts, advice=advice, images=images, layers=map(_cells, report["layers"]))
 
 
-def _table(layers: Sequence[Mapping[str, Any]]) -> str:
-    head = [
-        "layer",
-        "largest |K|",
-        "largest |V|",
-        "V per token, p50 / p99",
-        "outlier channels",
-        "saturated K / V",
-        "output error",
-    ]
-    lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
-    for e in layers:
-        outliers = ", ".join(f"h{o['head']} c{o['channel']} ({o['ratio']:.0f}×)" for o in e["outliers"][:3])
-        saturated = " / ".join(f"{100 * e['saturation'][s]:.3f} %" if s in e["saturation"] else "dynamic" for s in "kv")
-        error = f"{100 * max(e['output_error']):.2f} %" if "output_error" in e else "-"
-        spread = f"{max(e['v_token']['p50']):.3g} / {max(e['v_token']['p99']):.3g}"
-        more = f" +{len(e['outliers']) - 3}" if len(e["outliers"]) > 3 else ""
-        cells = [str(e["layer"]), f"{max(e['k_absmax']):.3g}", f"{max(e['v_absmax']):.3g}", spread, outliers + more or "-"]
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in [*cells, saturated, error]) + "</tr>")
-    return f"<table>{''.join(lines)}</table><p><small>Head with the largest value; output error relative, worst head.</small></p>"
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Calibration of {{ model }}</title><style>
+body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
+table{border-collapse:collapse;margin:.5rem 0}td,th{padding:.15rem .7rem;text-align:right;border-bottom:1px solid #ddd}
+td:first-child,th:first-child{text-align:left}img{max-width:100%}code{background:#f3f3f3;padding:0 .2rem}small{color:#666}</style>
+<h1>Calibration of {{ model }}</h1><table>
+{% for name, value in facts %}
+<tr><td>{{ name }}</td><td style="text-align:left">{{ value }}</td></tr>
+{% endfor %}
+</table><h2>What stands out</h2><ul>
+{% for line in advice %}
+<li>{{ line }}</li>
+{% endfor %}
+</ul><h2>Charts</h2>
+{% for name, data in images %}
+<p><img alt="{{ name }}" src="data:image/png;base64,{{ data }}"></p>
+{% endfor %}
+<h2>Layers</h2><table>
+<tr><th>layer</th><th>largest |K|</th><th>largest |V|</th><th>V per token, p50 / p99</th><th>outlier channels</th>
+<th>saturated K / V</th><th>output error</th></tr>
+{% for cells in layers %}
+<tr>{% for cell in cells %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table><p><small>Head with the largest value; output error relative, worst head.</small></p>
+<p><small>All numbers: report.json beside this file.</small></p></html>
+"""
+
+
+def _cells(e: Mapping[str, Any]) -> list[str]:
+    """The row of one layer in the table."""
+    outliers = ", ".join(f"h{o['head']} c{o['channel']} ({o['ratio']:.0f}×)" for o in e["outliers"][:3])
+    more = f" +{len(e['outliers']) - 3}" if len(e["outliers"]) > 3 else ""
+    saturated = " / ".join(f"{100 * e['saturation'][s]:.3f} %" if s in e["saturation"] else "dynamic" for s in "kv")
+    error = f"{100 * max(e['output_error']):.2f} %" if "output_error" in e else "-"
+    spread = f"{max(e['v_token']['p50']):.3g} / {max(e['v_token']['p99']):.3g}"
+    largest = [f"{max(e['k_absmax']):.3g}", f"{max(e['v_absmax']):.3g}"]
+    return [str(e["layer"]), *largest, spread, outliers + more or "-", saturated, error]
 
 
 def _charts(folder: Path, layers: Sequence[Mapping[str, Any]]) -> list[Path]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from calibration.fitting.collect import raw_sinks
 from qkv.layout import SIDES, STATIC_SCALES, KVFormat, LayerShape
 from qkv.policies.quantizer.base import Quantizer
 from qkv_kernels.reference import codec
@@ -46,7 +45,7 @@ class Saturation:
 
     def __init__(self, layers: Sequence[LayerShape], quantizer: Quantizer) -> None:
         self._index = {layer.index: n for n, layer in enumerate(layers)}
-        self._quantizer, self._raw = quantizer, raw_sinks(quantizer)
+        self._quantizer, self._raw = quantizer, quantizer.raw_sink_tokens()
         self.fits: dict[int, dict[str, Fit]] = {layer.index: {} for layer in layers}
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

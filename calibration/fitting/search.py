@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from calibration.fitting import histogram
-from calibration.fitting.collect import Stats, raw_sinks, run_document
+from calibration.fitting.collect import Stats, run_document
 from calibration.fitting.output import OutputErrors, roundtrip
 from calibration.fitting.ranges import Range, as_statistics, cover_sinks, is_symmetric, narrowed, percentile, seen
 from qkv.errors import ConfigError
@@ -46,22 +46,22 @@ def tensors(
     names = quantizer.observers()
     if method == "mse":
         return at(quantizer, stats, least_squares(quantizer, stats, layers), cover=True)
-    raw = raw_sinks(quantizer)
+    raw = quantizer.raw_sink_tokens()
 
     def pick(s: Stats, side: str) -> Range:
         return seen(s, side, raw) if method == "absmax" else percentile(s, side, keep, raw)
 
-    return quantizer.tensors_from_stats({i: as_statistics(names, pick(s, "k"), pick(s, "v")) for i, s in stats.items()})
+    return quantizer.tensors_from_stats({i: as_statistics(names, pick(s, "k"), pick(s, "v"), s) for i, s in stats.items()})
 
 
 def at(quantizer: Quantizer, stats: Mapping[int, Stats], choices: Choices, cover: bool) -> dict[str, torch.Tensor]:
     """Tensors with each channel's or head's own step of the ladder."""
     names = quantizer.observers()
-    symmetric, ladder, raw = is_symmetric(names), torch.tensor(LADDER), raw_sinks(quantizer)
+    symmetric, ladder, raw = is_symmetric(names), torch.tensor(LADDER), quantizer.raw_sink_tokens()
     out = {}
     for i, s in stats.items():
         chosen = {side: _narrow(s, side, ladder[choices[i][side]], symmetric, cover, raw) for side in "kv"}
-        out[i] = as_statistics(names, chosen["k"], chosen["v"])
+        out[i] = as_statistics(names, chosen["k"], chosen["v"], s)
     return quantizer.tensors_from_stats(out)
 
 

@@ -1,1 +1,1 @@
-"""Kernels looked at from outside: cases to run them on, the cards they are compiled for, timing, machine code."""
+"""Tools that examine the Triton kernels: cases to run them on, the cards they are compiled for, timing, machine code."""

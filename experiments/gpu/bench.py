@@ -1,6 +1,6 @@
-"""Timing of the Triton kernels and of what they compete with, on pools of random codes larger than the caches.
+"""Times the Triton kernels, and the libraries they compete with, on pools of random codes that are larger than the GPU's caches.
 
-Takes: shapes. Gives: seconds per call. Needs torch and triton; FlashInfer and flash-attn are used where they can be imported.
+Takes: shapes. Gives: seconds per call. Needs torch and triton; FlashInfer and flash-attn are timed where they can be imported.
 Does not know about: what is worth measuring, records.
 """
 
@@ -17,7 +17,7 @@ from qkv_kernels.format import KVFormat
 from qkv_kernels.reference.attend import Plane, Rule
 from qkv_kernels.reference.overlay import Rows
 
-ROTATE_BYTES = 512 << 20  # calls of one measurement touch different pages until they cover this much: more than any L2
+ROTATE_BYTES = 512 << 20  # the calls of a measurement touch new pages until they have covered this much, more than any L2
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Shape:
 
 @dataclass
 class Pages:
-    """Pages of random codes, with several sets of block tables over different pages."""
+    """Pages of random codes, and several sets of block tables, each over other pages."""
 
     k: Plane
     v: Plane
@@ -62,10 +62,10 @@ def make_pages(formats: tuple[KVFormat, KVFormat], shape: Shape, device: torch.d
 
 
 def _filled(plane: Plane) -> Plane:
-    """Random codes (finite numbers of about 1 after scaling) and scales."""
+    """The plane filled with random codes and scales, which decode to finite numbers of about 1."""
     if plane.fmt.raw:
         plane.codes.normal_()
-    elif plane.fmt.storage.is_floating_point:  # random bits, without the largest exponents: no NaN, no infinity
+    elif plane.fmt.storage.is_floating_point:  # random bits without the largest exponents, so without NaN and infinity
         plane.codes.view(torch.uint8).random_(0, 256).bitwise_and_(0xB7)
     else:
         plane.codes.view(torch.uint8).random_(0, 256)
@@ -82,7 +82,7 @@ def _filled(plane: Plane) -> Plane:
 
 
 def seconds(calls: list[Callable[[], object]], device: torch.device, repeats: int = 20) -> float:
-    """Median seconds of one call, the calls taking turns. On a GPU they are captured, so that launching costs nothing."""
+    """The median seconds of one call; the calls take turns. On a GPU they are captured, so that launches take no time."""
     for call in calls:
         call()
     if device.type != "cuda":
@@ -115,7 +115,7 @@ def _replayed(run: Callable[[], object], repeats: int) -> float:
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second of a copy, read and written."""
+    """Bytes per second of a copy, where both what is read and what is written counts."""
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return 2 * size / seconds([lambda: target.copy_(source)], device)
@@ -134,7 +134,7 @@ def _rows(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
 def decode_seconds(
     formats: tuple[KVFormat, KVFormat], shape: Shape, device: torch.device, rotate_bytes: int = ROTATE_BYTES
 ) -> float:
-    """One decode step of attention."""
+    """Seconds of one decode step of attention."""
     from qkv_kernels.triton import tuning
     from qkv_kernels.triton.decode import decode, split_count
 
@@ -151,7 +151,7 @@ def decode_seconds(
 
 
 def extend_seconds(formats: tuple[KVFormat, KVFormat], shape: Shape, new: int, device: torch.device) -> float:
-    """Attention of the last `new` tokens of every request."""
+    """Seconds of attention of the last `new` tokens of every request."""
     from qkv_kernels.triton.extend import extend
 
     pages, q = make_pages(formats, shape, device, 1), _queries(shape, shape.requests * new, device)
@@ -163,7 +163,7 @@ def extend_seconds(formats: tuple[KVFormat, KVFormat], shape: Shape, new: int, d
 
 
 def append_seconds(formats: tuple[KVFormat, KVFormat], shape: Shape, device: torch.device) -> float:
-    """Encoding and storing one token per request."""
+    """Seconds to encode and store one token per request."""
     from qkv_kernels.triton.append import append
 
     pages = make_pages(formats, shape, device)
@@ -173,7 +173,7 @@ def append_seconds(formats: tuple[KVFormat, KVFormat], shape: Shape, device: tor
 
 
 def attention_flops(shape: Shape, new: int) -> float:
-    """Of causal attention of the last `new` tokens of every request."""
+    """Floating-point operations of causal attention of the last `new` tokens of every request."""
     pairs = new * (shape.context - new) + new * (new + 1) / 2
     return 4 * shape.requests * shape.heads * shape.head_dim * pairs
 
@@ -184,7 +184,8 @@ def _dense(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tens
 
 
 def sdpa_decode_seconds(shape: Shape, device: torch.device) -> float:
-    """torch's best formulation over K and V that lie contiguous, already gathered: with GQA folded into rows, and by its flag."""
+    """Seconds of torch's attention over contiguous K and V, by the better of two ways to treat heads that share a KV head: folded
+    into rows, or by torch's flag."""
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
     k, v = _dense(shape, device)
@@ -197,7 +198,7 @@ def sdpa_decode_seconds(shape: Shape, device: torch.device) -> float:
 
 
 def sdpa_extend_seconds(shape: Shape, device: torch.device) -> float:
-    """Causal attention of whole prompts of equal length, by torch's flash kernel where it has one."""
+    """Seconds of causal attention of whole prompts of equal length, by torch's flash kernel where it has one."""
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
     k, v = _dense(shape, device)
@@ -206,7 +207,7 @@ def sdpa_extend_seconds(shape: Shape, device: torch.device) -> float:
 
 
 def flex_decode_seconds(shape: Shape, device: torch.device) -> float:
-    """torch's flex_attention, compiled, over contiguous K and V."""
+    """Seconds of torch's compiled flex_attention over contiguous K and V."""
     from torch.nn.attention.flex_attention import flex_attention
 
     k, v = _dense(shape, device)
@@ -215,7 +216,7 @@ def flex_decode_seconds(shape: Shape, device: torch.device) -> float:
 
 
 def flash_attn_decode_seconds(shape: Shape, device: torch.device) -> float:
-    """flash-attn over contiguous bf16 K and V with a cache length per request."""
+    """Seconds of flash-attn over contiguous bf16 K and V, with a cache length per request."""
     from flash_attn import flash_attn_with_kvcache
 
     k, v = (x.transpose(1, 2).contiguous() for x in _dense(shape, device))
@@ -225,7 +226,7 @@ def flash_attn_decode_seconds(shape: Shape, device: torch.device) -> float:
 
 
 def flashinfer_decode_seconds(shape: Shape, device: torch.device) -> float:
-    """FlashInfer's paged decode over bf16 pages in shuffled order."""
+    """Seconds of FlashInfer's paged decode over bf16 pages in shuffled order."""
     import flashinfer
 
     blocks = -(-shape.context // shape.block_size)

@@ -1,14 +1,14 @@
-"""What one GPU of every architecture offers, from its data sheet, as far as reading a cache is concerned.
+"""Figures from the data sheet of one GPU of every architecture, as far as they matter for reading a cache.
 
-Imports nothing. Does not know about: kernels.
+Takes and imports nothing. Gives: one Gpu per architecture. Does not know about: kernels.
 """
 
 from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """bandwidth: bytes/s. clock: Hz (boost). lanes: instructions x lanes that a processor issues per cycle. registers: of a
-    processor, 32 bits each. shared_bytes: of a processor. threads: of a processor at most; wave: lanes of one instruction."""
+    """One GPU. bandwidth: bytes/s. clock: Hz (boost). lanes: instructions x lanes that a processor issues per cycle. registers
+    (of 32 bits), shared_bytes: of one processor. threads: the most that a processor holds. wave: lanes of one instruction."""
 
     name: str
     bandwidth: float
@@ -22,11 +22,12 @@ class Gpu(NamedTuple):
 
     @property
     def lane_instructions_per_byte(self) -> float:
-        """How many may be spent on each byte read, before issuing them takes longer than reading."""
+        """How many instructions of one lane can be spent on each byte read before issuing them takes longer than reading."""
         return self.lanes * self.processors * self.clock / self.bandwidth
 
     def programs_per_processor(self, warps: int, registers: int, shared_bytes: int) -> int:
-        """Programs that fit at once, by registers (in steps of 8), shared memory (with 1 KiB each for the system) and threads."""
+        """How many programs fit on a processor at once, by registers (in steps of 8), shared memory (of which the system takes
+        1 KiB per program) and threads."""
         threads = warps * self.wave
         by_registers = self.registers // (-(-registers // 8) * 8 * threads)
         return min(by_registers, self.shared_bytes // (shared_bytes + 1024), self.threads // threads)

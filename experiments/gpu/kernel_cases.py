@@ -22,7 +22,7 @@ def _same(fmt: KVFormat) -> tuple[KVFormat, KVFormat]:
     return fmt, fmt
 
 
-# name -> formats of K and of V. Between them they cover every storage, scale and zero that the reference codec knows.
+# name -> formats of K and of V. Together they cover every storage, scale and zero point that the reference codec knows.
 FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
     "fp32": _same(KVFormat(32, torch.float32)),
     "bf16": _same(KVFormat(16, torch.bfloat16)),
@@ -48,7 +48,7 @@ FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
     "raw_k_int4_v": (KVFormat(16, torch.float16), KVFormat(4, _INT4, "token_group", group=8)),
 }
 
-# What experiment=bench_attention times besides: the formats of the quantizers int4, rotated and kivi, by their names.
+# experiment=bench_attention also times these: the formats of the quantizers int4, rotated and kivi, by their names.
 _KIVI_V = KVFormat(4, _INT4, "token_group", group=32, zero="float", unit="block")
 CPU_FORMATS = FORMATS | {
     "int4": (KVFormat(4, _INT4, "channel", _F32, "float"), KVFormat(4, _INT4, "token_group", group=32, zero="float")),
@@ -65,7 +65,7 @@ def _block(bits: int, **more: int) -> tuple[KVFormat, KVFormat]:
     return k, KVFormat(bits, _INT4, "token_group", zero="float", group=32, unit="block", **more)  # type: ignore[arg-type]
 
 
-# Formats that keep raw rows: they are stored by other kernels, and attention reads those rows too.
+# Formats that keep raw rows. Other kernels store them, and attention also reads their raw rows.
 RAW_ROW_FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
     "kivi4": _block(4),
     "kivi3": _block(3, tail_blocks=1),
@@ -99,8 +99,9 @@ def empty_plane(
     slots: int = 0,
     raw_dtype: torch.dtype = torch.float32,
 ) -> Plane:
-    """Planes of N blocks, poisoned but for the null block; statics not filled. gap: unused heads between pages of codes.
-    slots: of raw tails and sinks, where the format keeps such, in raw_dtype."""
+    """Planes of N blocks. All but the null block are poisoned, and static scales are not filled in. gap: unused heads between
+    pages of codes. slots: how many slots for raw tails and sink tokens there are, where the format keeps such rows, in
+    raw_dtype."""
 
     def raw(rows: int) -> torch.Tensor | None:
         return torch.full((slots, H, rows, D), torch.nan, dtype=raw_dtype, device=device) if rows else None
@@ -127,7 +128,7 @@ def empty_plane(
 
 
 def calibrated(plane: Plane, rows: torch.Tensor) -> Plane:
-    """The plane with statics that cover rows [T, H, D]."""
+    """The plane with static scales that cover the values of rows [T, H, D]."""
     if plane.static_scale is None:
         return plane
     shared = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}[plane.fmt.scale]
@@ -141,7 +142,7 @@ def calibrated(plane: Plane, rows: torch.Tensor) -> Plane:
 
 
 def store(plane: Plane, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Encode and scatter, by the reference."""
+    """Encode rows and write them to their slots, as the reference does."""
     encoded = codec.encode(rows, plane.fmt, plane.static_scale, plane.static_zero)
     for pool, part in zip((plane.codes, plane.scale, plane.zero), encoded, strict=True):
         if pool is not None and part is not None:

@@ -1,6 +1,6 @@
-"""What a compiler made of a kernel, read from its machine code: resources, loads, matrix and conversion instructions, loops.
+"""Reads from a kernel's machine code what the compiler made of it: resources, loads, matrix and conversion instructions, loops.
 
-Takes: Triton's compiled kernels. Gives: counts. Disassembles NVIDIA code with the tools in Triton's wheel; AMD code is text
+Takes: Triton's compiled kernels. Gives: counts. NVIDIA code is disassembled with the tools in Triton's wheel; AMD code is text
 already. Does not know about: formats, what a kernel computes.
 """
 
@@ -37,11 +37,11 @@ class Code:
     stack_bytes: int
     shared_bytes: int
     instructions: list[Instruction]
-    loops: list[list[Instruction]]  # bodies of innermost loops: those with a matrix instruction where there are any
+    loops: list[list[Instruction]]  # bodies of the innermost loops; if any of these has a matrix instruction, only of such loops
 
     @property
     def load_widths(self) -> list[int]:
-        """Bytes per thread of every load from global memory, asynchronous copies to shared memory included."""
+        """Bytes per thread of every load from global memory; asynchronous copies to shared memory are loads too."""
         return [w for i in self.instructions if (w := load_width(i.name))]
 
     @property
@@ -50,7 +50,7 @@ class Code:
 
 
 def conversions(instructions: list[Instruction]) -> int:
-    """Instructions that change a number's type, per thread."""
+    """How many instructions per thread change a number's type."""
     return sum(i.name.split(".")[0] in _CONVERSIONS or i.name.startswith("v_cvt_") for i in instructions)
 
 

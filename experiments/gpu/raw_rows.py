@@ -1,6 +1,6 @@
-"""Formats that keep raw rows, checked on a GPU: whole steps of the triton backend against the reference backend on the CPU.
+"""Checks formats that keep raw rows on a GPU: whole steps of the triton backend against the reference backend on the CPU.
 
-Takes: a format's name. Gives: what differs. Imports the library, no Hydra. Does not know about: timing, records.
+Takes: a format's name. Gives: what differs. Imports the library, but no Hydra. Does not know about: timing, records.
 """
 
 from typing import Any, ClassVar, Literal
@@ -21,7 +21,8 @@ STEPS = ([90, 17, 33], *[[1, 1, 1]] * 18, [40, 3, 20], [1, 1, 1])
 
 
 class _Fixed(AffineQuantizer):
-    """K and V in the given formats; static scales, where they want some, such that 4 standard deviations fit."""
+    """A quantizer that stores K and V in the given formats. Where these want static scales, they are such that 4 standard
+    deviations fit."""
 
     encode_rule: ClassVar[Literal["static"]] = "static"
     name = "fixed"
@@ -44,10 +45,11 @@ class _Fixed(AffineQuantizer):
 
 
 def check_raw_rows(name: str, device_name: str, dtype_name: str, head_dim: int = 128) -> dict[str, Any]:
-    """errors: empty if bytes, tails and sinks are equal after every step and outputs within tolerance."""
+    """Run the steps on both backends and compare. errors: empty if the outputs of every step are within tolerance and if codes,
+    scales, tails and sink tokens are equal to the byte in the end."""
     dtype, layer = getattr(torch, dtype_name), LayerShape(0, H, H * G, head_dim, head_dim, head_dim**-0.5)
-    sides = [
-        _Side(backend, RAW_ROW_FORMATS[name], layer, dtype, torch.device(device))
+    rigs = [
+        _Rig(backend, RAW_ROW_FORMATS[name], layer, dtype, torch.device(device))
         for backend, device in ((TritonBackend(), device_name), (ReferenceBackend(), "cpu"))
     ]
     generator, done, worst, errors = torch.Generator().manual_seed(3), [0] * REQUESTS, 0.0, []
@@ -55,16 +57,16 @@ def check_raw_rows(name: str, device_name: str, dtype_name: str, head_dim: int =
     for i, counts in enumerate(STEPS):
         done = [n + new for n, new in zip(done, counts, strict=True)]
         rows = [torch.randn(sum(counts), heads, head_dim, generator=generator).to(dtype) for heads in (H * G, H, H)]
-        got, want = (side.step(rows, counts, done) for side in sides)
+        got, want = (rig.step(rows, counts, done) for rig in rigs)
         error = float((got - want).abs().max() / want.abs().max())
         worst = max(worst, error)
         if not error <= limit:
             errors.append(f"step {i}: off by {error:.1e} of the largest value, allowed {limit:.0e}")
-    errors += [f"store: {part} differs" for part in sides[0].differences(sides[1])]
+    errors += [f"store: {part} differs" for part in rigs[0].differences(rigs[1])]
     return {"format": name, "dtype": dtype_name, "step_error": worst, "errors": errors}
 
 
-class _Side:
+class _Rig:
     """A backend with a store of its own, and shuffled blocks."""
 
     def __init__(
@@ -107,7 +109,7 @@ class _Side:
         q, k, v = (x.to(self.device) for x in rows)
         return self.backend.attend(0, q, k, v, meta).double().cpu()
 
-    def differences(self, other: "_Side") -> list[str]:
+    def differences(self, other: "_Rig") -> list[str]:
         mine, theirs = self.store.planes(0)[0], other.store.planes(0)[0]
         planes = {
             f"{side}.{name}": (getattr(mine.of(side), name), getattr(theirs.of(side), name))

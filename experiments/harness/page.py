@@ -1,9 +1,8 @@
-"""What the pages of several reports share: their style, Pareto plots, and the command line of a report.
+"""What the pages of several reports share: their style, templates, Pareto plots, and the command line of a report.
 
 Takes: flattened rows. Gives: pieces of HTML. Does not know about: which rows a report compares.
 """
 
-import html
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,17 @@ th { cursor: pointer; position: sticky; top: 0; background: #f6f6f6 } .n { text-
 svg { width: 460px; margin: 0 1em 1em 0 } svg path { fill: none; stroke: #999 } circle { fill: #1f77b4 }
 polyline { fill: none; stroke: #d62728; stroke-width: 1.5 }
 svg text { font-size: 10px; fill: #444 } svg .t { font-size: 13px }"""
+
+_PARETO = """<svg viewBox="0 0 {{ width }} {{ height }}"><text x="{{ pad }}" y="20" class="t">{{ title }}</text>
+<path d="M{{ pad }},{{ pad }} V{{ height - pad }} H{{ width - pad }}"/>
+<polyline points="{% for x, y in frontier %}{{ " " if not loop.first }}{{ "%.1f,%.1f" % (x, y) }}{% endfor %}"/>
+{% for x, y, label, values in points %}
+<circle cx="{{ "%.1f" % x }}" cy="{{ "%.1f" % y }}" r="4"><title>{{ label }}: {{ values }}</title></circle>
+<text x="{{ "%.1f" % (x + 6) }}" y="{{ "%.1f" % (y - 4) }}">{{ label }}</text>
+{% endfor %}
+<text x="{{ width - pad }}" y="{{ height - pad + 16 }}" text-anchor="end">{{ "%.4g" % top_x }}</text>
+<text x="{{ pad - 4 }}" y="{{ pad }}" text-anchor="end">{{ "%.4g" % top_y }}</text></svg>
+"""
 
 
 def pareto(rows: Iterable[Mapping[str, Any]], title: str, x: str, y: str, more: bool) -> str:
@@ -37,18 +47,18 @@ def pareto(rows: Iterable[Mapping[str, Any]], title: str, x: str, y: str, more: 
     def place(px: float, py: float) -> tuple[float, float]:
         return pad + px / top_x * (width - 2 * pad), height - pad - py / top_y * (height - 2 * pad)
 
-    line = " ".join(f"{a:.1f},{b:.1f}" for a, b in (place(*p) for p in frontier))
-    dots = "".join(
-        f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4"><title>{html.escape(label)}: {px:.6g}, {py:.6g}</title></circle>'
-        f'<text x="{a + 6:.1f}" y="{b - 4:.1f}">{html.escape(label)}</text>'
-        for px, py, label in points
-        for a, b in [place(px, py)]
-    )
-    axes = f'<path d="M{pad},{pad} V{height - pad} H{width - pad}"/>'
-    ends = f'<text x="{width - pad}" y="{height - pad + 16}" text-anchor="end">{top_x:.4g}</text>'
-    ends += f'<text x="{pad - 4}" y="{pad}" text-anchor="end">{top_y:.4g}</text>'
-    head = f'<text x="{pad}" y="20" class="t">{html.escape(title)}</text>'
-    return f'<svg viewBox="0 0 {width} {height}">{head}{axes}<polyline points="{line}"/>{dots}{ends}</svg>'
+    shown = [(*place(px, py), label, f"{px:.6g}, {py:.6g}") for px, py, label in points]
+    values = {"width": width, "height": height, "pad": pad, "title": title, "top_x": top_x, "top_y": top_y}
+    return render(_PARETO, points=shown, frontier=[place(*p) for p in frontier], **values)
+
+
+def render(template: str, **values: Any) -> str:
+    """HTML from a Jinja template, as Markup: what is inserted is escaped unless it is Markup itself."""
+    from jinja2 import StrictUndefined, Template  # here: most commands that import this module write no page
+    from markupsafe import Markup
+
+    text = Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined).render(values)
+    return Markup(text)
 
 
 def is_number(value: Any) -> bool:

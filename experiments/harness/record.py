@@ -94,6 +94,7 @@ def host() -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    # not by psutil: experiments.gpu_check writes records too, on machines without it
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {"cpu": name, "cores": cores, "memory_bytes": memory, "accelerator": accelerator}

@@ -4,13 +4,12 @@ Takes: a run's record.json and flips.json. Gives: the same tables everywhere, an
 Does not know about: how anything was measured.
 """
 
-import html
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.harness.page import STYLE, pareto
+from experiments.harness.page import STYLE, pareto, render
 from experiments.harness.plots import frontier
 from experiments.harness.table import console, number, show
 from experiments.measuring.bits import bits, on_frontier
@@ -132,35 +131,44 @@ def _short(cells: Sequence[str]) -> list[str]:
 
 def write(record: Mapping[str, Any], flips: Sequence[Mapping[str, Any]], out: Path) -> Path:
     """Write the page, which loads nothing from the network. Raises ConfigError when the file cannot be written."""
-    parts = []
-    for table in tables(record, flips):
-        heads = "".join(f"<th>{html.escape(c)}</th>" for c in table.columns)
-        body = "\n".join(
-            "<tr>" + "".join(f'<td class="{_cell_class(table, i, c)}">{html.escape(c)}</td>' for i, c in enumerate(row)) + "</tr>"
-            for row in table.rows
-        )
-        count = f" ({len(table.rows)})" if table.name == "flips" else ""
-        parts.append(
-            f"<h2>{html.escape(table.title)}{count}</h2><table><tr>{heads}</tr>{body}</table><p>{html.escape(table.note)}</p>"
-        )
     points = [
         {"label": row["label"], "bits": bits(row), "kl": row["accuracy"]["kl_divergence"]}
         for row in record["rows"]
         if "memory" in row and "kl_divergence" in row["accuracy"]
     ]
-    state = "<p><b>This run did not finish.</b></p>" if record.get("interrupted") or record.get("error") else ""
-    page = (
-        f'<!doctype html><meta charset="utf-8"><title>qkv accuracy</title><style>{STYLE}\n'
-        "td { vertical-align: top } .loss { color: #b00; font-weight: bold } .prompt { color: #777; max-width: 40em }</style>"
-        f"<h1>Accuracy through the quantized cache</h1>{state}{''.join(parts)}"
-        f"{pareto(points, 'bits against KL divergence', 'bits', 'kl', False)}"
-        f"<h2>Settings</h2><pre>{html.escape(json.dumps(record['config'], indent=1))}</pre>"
+    page = render(
+        _PAGE,
+        style=STYLE,
+        tables=tables(record, flips),
+        cell_class=_cell_class,
+        unfinished=record.get("interrupted") or record.get("error"),
+        plot=pareto(points, "bits against KL divergence", "bits", "kl", False),
+        settings=json.dumps(record["config"], indent=1),
     )
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write the report '{out}': {error.strerror}") from None
     return out
+
+
+_PAGE = """<!doctype html><meta charset="utf-8"><title>qkv accuracy</title><style>{{ style }}
+td { vertical-align: top } .loss { color: #b00; font-weight: bold } .prompt { color: #777; max-width: 40em }</style>
+<h1>Accuracy through the quantized cache</h1>
+{% if unfinished %}
+<p><b>This run did not finish.</b></p>
+{% endif %}
+{% for table in tables %}
+<h2>{{ table.title }}{% if table.name == "flips" %} ({{ table.rows | length }}){% endif %}</h2>
+<table><tr>{% for column in table.columns %}<th>{{ column }}</th>{% endfor %}</tr>
+{% for row in table.rows %}
+<tr>{% for cell in row %}<td class="{{ cell_class(table, loop.index0, cell) }}">{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table><p>{{ table.note }}</p>
+{% endfor %}
+{{ plot }}
+<h2>Settings</h2><pre>{{ settings }}</pre>
+"""
 
 
 def _cell_class(table: Table, column: int, text: str) -> str:

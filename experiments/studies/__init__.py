@@ -1,1 +1,1 @@
-"""The experiments. Each file registers one under the name of its YAML in conf/experiment; none imports another."""
+"""The studies. Each file registers one experiment, under the name of its YAML in conf/experiment; none imports another."""

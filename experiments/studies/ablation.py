@@ -1,9 +1,9 @@
-"""What papers found about quantized KV caches, checked on a model that runs here: per-token or per-channel scales, static or
-online ones, sinks, the raw window of recent tokens, and what is measured when attention does not read the cache.
+"""Checks on a model that runs here what papers found about quantized KV caches: scales per token or per channel, static or online
+scales, raw sink tokens, the raw window of recent tokens, and what is measured when attention does not read the cache.
 
-Takes: text to score and text to calibrate on. Gives: one row per finding: the published figures, ours, and whether the direction
-agrees. Figures of a 7B model on another benchmark are not expected here; that A is better than B is.
-Does not know about: how the engine stores what a format says.
+Takes: text to score and text to calibrate on. Gives: one row per finding, with the published figures, ours, and whether ours show
+the same. Figures of a 7B model on another benchmark cannot come out equal here; which of two settings is better should.
+Does not know about: how the engine stores what a format describes.
 """
 
 from collections.abc import Mapping
@@ -32,12 +32,13 @@ from qkv.validate import require
 from qkv_kernels.reference import codec
 
 Axis = Literal["token", "channel"]
-Values = dict[str, float]  # what was compared -> its figure
+Values = dict[str, float]  # name of a setting that was compared -> its figure
 
 
 @dataclass
 class Grid(AffineQuantizer):
-    """K and V each with one range per token and head, or per channel of a block; open block raw. Of this experiment only."""
+    """A quantizer of this study only. K and V each have one range per token and head, or one per channel of a block; the block
+    that is not yet full stays raw."""
 
     k: Axis = "channel"
     v: Axis = "token"
@@ -51,16 +52,13 @@ class Grid(AffineQuantizer):
 
 
 def grid_format(bits: Literal[4, 3, 2], axis: Axis) -> KVFormat:
-    """[min, max] of a row, or of a channel of a block, onto 2^bits codes."""
+    """The format that maps [min, max] of a token's row, or of a channel of a block, onto 2^bits codes."""
     return KVFormat(bits, torch.uint8, "token" if axis == "token" else "block_channel", zero="float", unit="block")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One row. published and ours: what was compared -> figure, in the order in which the finding says they rise.
-
-    agrees: of ours, whether they show the finding.
-    """
+    """One row. published, ours: the figures of the settings that were compared. agrees: whether our figures show the finding."""
 
     label: str
     finding: str
@@ -117,7 +115,7 @@ class Ablation(Experiment):
             bar.update()
             self._add(run, self._static(run, loaded, baseline, text))
             bar.update()
-            self._add(run, self._sinks(run, loaded, baseline, text))
+            self._add(run, self._sink_tokens(run, loaded, baseline, text))
             bar.update()
             self._add(run, self._window(run, loaded, baseline, text, short))
             bar.update()
@@ -210,7 +208,7 @@ class Ablation(Experiment):
             static < 1.02 * own,
         )
 
-    def _sinks(self, run: Run, loaded: LoadedModel, baseline: Engine, text: list[list[int]]) -> Finding:
+    def _sink_tokens(self, run: Run, loaded: LoadedModel, baseline: Engine, text: list[list[int]]) -> Finding:
         kivi = {"name": "kivi", "bits": 2}
         specs = {"first 4 tokens raw": {"name": "protected", "inner": kivi, "sink_tokens": 4}, "quantized": kivi}
         ours = _perplexity(self._score(run, loaded, baseline, text, specs))
@@ -271,7 +269,8 @@ class Ablation(Experiment):
         scales: Mapping[str, ScaleFile] | None = None,
         raw: tuple[str, ...] = (),
     ) -> dict[str, Accuracy]:
-        """Every quantizer beside the baseline, document by document. raw: names whose attention does not read the cache."""
+        """Score every quantizer in `specs`, by name, beside the baseline. raw: names of those whose attention does not read the
+        cache."""
         own, out = Accuracy(), {name: Accuracy() for name in specs}
         with ExitStack() as opened:
             contenders = []
@@ -294,7 +293,8 @@ class Ablation(Experiment):
         scales: ScaleFile | None = None,
         reads: Literal["cache", "raw"] = "cache",
     ) -> Engine:
-        """For one document at a time, scored in one forward: with `raw`, a later chunk would read what the first one stored."""
+        """An engine for one document at a time. It scores a document in one forward, because with reads=raw a second chunk would
+        read what the first one stored. `opened` closes it."""
         config = replace(
             run.engine, allocator=run.engine.allocator | {"block_size": self.block_size}, quantizer=spec, scales=None
         )
@@ -305,7 +305,9 @@ class Ablation(Experiment):
             scheduler=replace(whole, max_num_scored_tokens=self.tokens_per_document),
             attention=replace(config.attention, reads=reads),
         )
-        engine = engines.build(config, loaded, spec if isinstance(spec, str) else None, scales)  # an instance passes as it is
+        engine = engines.build(
+            config, loaded, spec if isinstance(spec, str) else None, scales
+        )  # a Quantizer is already in config
         opened.callback(engine.close)
         return engine
 
@@ -331,7 +333,7 @@ class Ablation(Experiment):
 
 
 class _Seen:
-    """Observer that keeps one document's queries, keys and values of every layer."""
+    """An observer that keeps the queries, keys and values of one document in every layer."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[tuple[torch.Tensor, ...]]] = {}
@@ -345,10 +347,12 @@ class _Seen:
 
 
 def errors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: LayerShape, bits: Literal[4, 3, 2], block: int) -> Values:
-    """Relative Frobenius errors of storing K or V per token or per channel of a block, the other side being exact.
+    """Relative Frobenius errors when K or V is stored with scales per token or per channel of a block and the other side is
+    exact, as in table 2 of KIVI.
 
-    q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv]; whole blocks of them are used. k: of K; scores: of the attention probabilities;
-    output: of attention's output, V stored. As in table 2 of KIVI; causal, within the layer's window.
+    q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv], of which whole blocks are used. Keys of the result, each followed by an axis: k,
+    the error of K; scores, of the attention probabilities with K stored; output, of attention's output with V stored. Attention
+    is causal and within the layer's window.
     """
     T = len(k) // block * block
     q, k, v = q[:T], k[:T], v[:T]
@@ -367,7 +371,7 @@ def _roundtrip(x: torch.Tensor, fmt: KVFormat, block: int) -> torch.Tensor:
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, shape: LayerShape) -> torch.Tensor:
-    """[Hq, T, T]"""
+    """Attention probabilities [Hq, T, T], query by key."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     age = torch.arange(len(q))[:, None] - torch.arange(len(k))
     hidden = (age < 0) | (age >= (shape.window or len(k)))

@@ -1,8 +1,9 @@
-"""lm-eval's tasks through every quantizer's cache against `none`: is there a loss, and would these samples have shown one?
+"""Runs lm-eval's tasks through every quantizer's cache and compares with `none`: is there a loss, and would so many samples have
+shown one?
 
-Takes: names of tasks and quantizers. Gives: one row per quantizer with every task's score, paired test and verdict, the samples
-that flipped, and beside them perplexity, KL divergence and top-1 agreement, with the KL divergence between two schedules of the
-same quantizer as the noise floor. What is finished is kept: `resume` continues an interrupted run.
+Takes: names of tasks and quantizers. Gives: one row per quantizer with every task's score, paired test and verdict; the samples
+that flipped; and perplexity, KL divergence and top-1 agreement, beside the KL divergence between two schedules of the same
+quantizer, which is the noise floor. Finished tasks are kept, so that `resume` can continue an interrupted run.
 """
 
 import importlib.metadata
@@ -32,16 +33,17 @@ from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
 from qkv.validate import require
 
-OTHER_CHUNK = 50  # tokens per forward at most, in the second schedule
+OTHER_CHUNK = 50  # the second schedule has at most so many tokens per forward
 
 
 @dataclass
 class _Case:
-    """One quantizer of the comparison. scores: by task."""
+    """One quantizer of the comparison. scores: by task. scales: the scales and, in words, where they come from; None as long as
+    they were not needed."""
 
     spec: engines.Spec
     row: dict[str, Any]
-    scales: tuple[ScaleFile | None, str | None] | None = None  # and where they come from; None: not asked for yet
+    scales: tuple[ScaleFile | None, str | None] | None = None
     scores: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -50,8 +52,8 @@ class _Case:
 
 
 @dataclass
-class _Study:
-    """What the parts of a run share. judged: entries of the rows with their tests, all of which count as one family."""
+class _Shared:
+    """What the steps of a run share. judged: all entries of tasks in rows, each with its test; the tests count as one family."""
 
     run: Run
     loaded: LoadedModel
@@ -112,14 +114,15 @@ class AccuracyExperiment(Experiment):
         loaded = with_tokenizer(load_model(run.engine.model))
         documents = windows(run.data, loaded.tokenizer, self.documents, self.tokens_per_document, run.engine.seed)
         kept = Kept(run.folder, self.resume, self._settings(run, loaded, tasks))
-        study = _Study(run, loaded, [_Case(spec, {}) for spec in self._specs], kept)
-        for case in study.cases:
-            self._run_tasks(study, case, tasks)
-        self._measure_divergence(study, documents)
-        self._finish(study)
+        shared = _Shared(run, loaded, [_Case(spec, {}) for spec in self._specs], kept)
+        for case in shared.cases:
+            self._run_tasks(shared, case, tasks)
+        self._measure_divergence(shared, documents)
+        self._finish(shared)
 
     def _load_tasks(self, config: EngineConfig) -> dict[str, Any]:
-        """task: lm-eval's metadata, for all tasks or, under a task's name, for that one; RULER also reads the model's name."""
+        """The tasks by name. The setting `task` has lm-eval's metadata, for all tasks or, under a task's name, for that task;
+        RULER also reads the model's name there."""
         common = {"model": config.model.path or config.model.id or config.model.name}
         common |= {key: value for key, value in self.task.items() if not isinstance(value, Mapping)}
         tasks: dict[str, Any] = {}
@@ -132,7 +135,7 @@ class AccuracyExperiment(Experiment):
         return dict(sorted(tasks.items(), key=lambda item: order.get(item[0], len(order))))
 
     def _settings(self, run: Run, loaded: LoadedModel, tasks: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything that results depend on."""
+        """All settings and versions that a task's result depends on; results are kept under their hash."""
         config, scales = run.engine, given(run)
         own = ("limit", "num_fewshot", "chat", "task", "generation", "documents", "schedule_documents", "tokens_per_document")
         return {
@@ -147,50 +150,50 @@ class AccuracyExperiment(Experiment):
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
-    def _run_tasks(self, study: _Study, case: _Case, tasks: Mapping[str, Any]) -> None:
+    def _run_tasks(self, shared: _Shared, case: _Case, tasks: Mapping[str, Any]) -> None:
         from experiments.lm import evaluate, pairs
         from experiments.lm.model import QkvLM
 
-        run, base = study.run, study.cases[0]
+        run, base = shared.run, shared.cases[0]
         settings = evaluate.Settings(self.limit, self.num_fewshot, self.chat, self.generation)
-        comparisons = len(tasks) * (len(study.cases) - 1)
+        comparisons = len(tasks) * (len(shared.cases) - 1)
         with ExitStack() as stack:
             bar = stack.enter_context(tqdm(total=len(tasks), disable=not run.progress, unit="task", leave=False))
             lm: QkvLM | None = None
             for name, task in tasks.items():
                 bar.set_description(f"{case.label}: {name}")
-                result = study.kept.get(case.label, name)
+                result = shared.kept.get(case.label, name)
                 if result is None:
                     if lm is None:
-                        engine = stack.enter_context(self._engine(study, case, run.engine))
+                        engine = stack.enter_context(self._engine(shared, case, run.engine))
                         run.watch(engine)
                         lm = QkvLM(engine, progress=run.progress)
                     result = evaluate.run(lm, name, task, settings)
-                    study.kept.put(case.label, name, result)
+                    shared.kept.put(case.label, name, result)
                 scores = case.scores[name] = evaluate.scores(result, name, self.task_metrics.get(name))
                 entry = pairs.entry(scores, result["qkv"], self.least_read_from_cache, run.engine.attention.reads)
                 if case is not base:
                     more, test = pairs.against(base.scores[name], scores, run.engine.seed, comparisons)
                     entry |= more
-                    study.judged.append((entry, test))
-                    study.flips += pairs.flips(base.scores[name], scores, case.label, name)
-                    pairs.judge(study.judged, comparisons)
-                self._row(study, case)["accuracy"]["tasks"][name] = entry
-                study.results.setdefault(case.label, {})[name] = result
+                    shared.judged.append((entry, test))
+                    shared.flips += pairs.flips(base.scores[name], scores, case.label, name)
+                    pairs.judge(shared.judged, comparisons)
+                self._row(shared, case)["accuracy"]["tasks"][name] = entry
+                shared.results.setdefault(case.label, {})[name] = result
                 run.record.save()
                 bar.update()
 
-    def _engine(self, study: _Study, case: _Case, config: EngineConfig) -> Engine:
-        run = study.run
+    def _engine(self, shared: _Shared, case: _Case, config: EngineConfig) -> Engine:
+        run = shared.run
         if case.scales is None:
             count, length = self.calibration_documents, self.tokens_per_document
-            case.scales = provide(run, study.loaded, QUANTIZERS.build(case.spec), count, length, self.documents)
-        engine = engines.build(config, study.loaded, case.spec, case.scales[0])
+            case.scales = provide(run, shared.loaded, QUANTIZERS.build(case.spec), count, length, self.documents)
+        engine = engines.build(config, shared.loaded, case.spec, case.scales[0])
         if "model" not in run.record.data:
-            run.record.set("model", engines.model_part(study.loaded, engine))
+            run.record.set("model", engines.model_part(shared.loaded, engine))
         metrics = engine.metrics()
         run.record.data.setdefault("attention", metrics["attention"])
-        self._row(study, case).update(
+        self._row(shared, case).update(
             policy=engines.policy_part(run.engine, case.spec, case.scales[1]),
             attention=metrics["attention"],
             memory=metrics["memory"] | case.row.get("memory", {}),
@@ -198,51 +201,52 @@ class AccuracyExperiment(Experiment):
         )
         return engine
 
-    def _row(self, study: _Study, case: _Case) -> dict[str, Any]:
+    def _row(self, shared: _Shared, case: _Case) -> dict[str, Any]:
         if not case.row:
             case.row |= {"label": case.label, "accuracy": {"tasks": {}}}
-            study.run.record.add_row(case.row)
+            shared.run.record.add_row(case.row)
         return case.row
 
     # -- perplexity, KL, top-1 agreement -----------------------------------------------------------------------------
 
-    def _measure_divergence(self, study: _Study, documents: list[list[int]]) -> None:
-        """Of all quantizers in lock-step against `none`, and of each against itself with another schedule."""
-        config = engines.single_document(study.run.engine, self.tokens_per_document)
+    def _measure_divergence(self, shared: _Shared, documents: list[list[int]]) -> None:
+        """Add to the rows how far each quantizer is from `none`, document by document for all together, and how far it is from
+        itself when documents are cut into other chunks."""
+        config = engines.single_document(shared.run.engine, self.tokens_per_document)
         chunked = replace(config.scheduler, max_num_batched_tokens=OTHER_CHUNK, max_num_scored_tokens=OTHER_CHUNK)
         with ExitStack() as stack:
-            contenders = [stack.enter_context(self._engine(study, case, config)) for case in study.cases]
+            contenders = [stack.enter_context(self._engine(shared, case, config)) for case in shared.cases]
             sums = [Accuracy() for _ in contenders]
             total = len(documents) + len(contenders) * self.schedule_documents
-            bar = stack.enter_context(tqdm(total=total, disable=not study.run.progress, unit="document", leave=False))
+            bar = stack.enter_context(tqdm(total=total, disable=not shared.run.progress, unit="document", leave=False))
             for document in documents:
                 score_document(document, contenders[0], list(zip(contenders[1:], sums[1:], strict=True)), sums[0])
                 bar.update()
-            for case, engine, accuracy in zip(study.cases, contenders, sums, strict=True):
+            for case, engine, accuracy in zip(shared.cases, contenders, sums, strict=True):
                 case.row["accuracy"] |= accuracy.part(engine.metrics())
-            for case, engine in zip(study.cases, contenders, strict=True):
+            for case, engine in zip(shared.cases, contenders, strict=True):
                 if not self.schedule_documents:
                     continue
                 noise = Accuracy()
-                with self._engine(study, case, replace(config, scheduler=chunked)) as other:
+                with self._engine(shared, case, replace(config, scheduler=chunked)) as other:
                     for document in documents[: self.schedule_documents]:
                         score_document(document, engine, [(other, noise)], Accuracy())
                         bar.update()
                     case.row["accuracy"]["schedule_kl"] = max(0.0, noise.part(other.metrics())["kl_divergence"])
-                study.run.record.save()
+                shared.run.record.save()
 
-    def _finish(self, study: _Study) -> None:
+    def _finish(self, shared: _Shared) -> None:
         from experiments.lm import logs
 
-        run, record = study.run, study.run.record.data
-        for case in study.cases:
+        run, record = shared.run, shared.run.record.data
+        for case in shared.cases:
             run.logger.row(case.row)
-        (run.folder / "flips.json").write_text(json.dumps(study.flips, indent=1), encoding="utf-8")
-        found = findings.tables(record, study.flips)
+        (run.folder / "flips.json").write_text(json.dumps(shared.flips, indent=1), encoding="utf-8")
+        found = findings.tables(record, shared.flips)
         findings.print_tables(found)
         findings.plot(record, run.folder / "frontier.png")
-        findings.write(record, study.flips, run.folder / "accuracy.html")
-        logs.track(run.folder / "lm_eval", study.loaded.name, study.results)
+        findings.write(record, shared.flips, run.folder / "accuracy.html")
+        logs.track(run.folder / "lm_eval", shared.loaded.name, shared.results)
         for table in found:
             run.logger.table(table.name, table.columns, table.rows)
-        run.logger.lm_eval(logs.merged(study.results))
+        run.logger.lm_eval(logs.merged(shared.results))

@@ -1,9 +1,9 @@
-"""How fast the CPU kernels store and attend, beside the best torch formulation on gathered K and V, on scattered pages.
+"""Times how fast the CPU kernels store to scattered pages and attend to them, beside torch on K and V that lie together.
 
 Takes: ops, formats, shapes. Gives: one row each, with the read bandwidth that the machine had in the same run.
 Does not know about: models, engines, quantizers; formats are those of the kernel tests.
 
-Everything takes turns, so that a busy machine slows all contenders alike; medians are reported.
+All contenders take turns, so that a busy machine slows them alike; medians are reported.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from qkv_kernels import cpu
 
 OPS = ("decode", "extend", "append")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-READ_BYTES = 1 << 28  # of the bandwidth measurement: far more than any cache
+READ_BYTES = 1 << 28  # the bandwidth measurement reads so many, far more than any cache holds
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Shape:
 class BenchAttention(Experiment):
     """ops, formats, shapes (query heads / kv heads / head dim), seqs, contexts: every combination is timed.
 
-    chunk: tokens per request of extend and append. dtype: of q, k, v and the baselines. instruction_set: null is the best.
-    clock: cpu runs on one thread and counts its processor time only, which other processes lengthen far less than wall time.
+    chunk: tokens per request that extend and append bring. dtype: of q, k, v and the baselines. instruction_set: null takes the
+    best one. clock: cpu runs on one thread and counts only the processor time of that thread, which other processes lengthen far
+    less than wall time.
     """
 
     ops: list[str] = field(default_factory=lambda: [*OPS])
@@ -165,7 +166,7 @@ _NOTE = (
 
 
 class _Workload:
-    """Requests of `context` tokens on shuffled blocks, of which the last `new` are stored and attended from by each call."""
+    """Requests of `context` tokens on shuffled blocks. Each call stores the last `new` tokens of each and attends from them."""
 
     def __init__(self, shape: Shape, new: int, block_size: int, dtype: torch.dtype) -> None:
         self.shape, self.new, self.B, self.dtype = shape, new, block_size, dtype
@@ -180,7 +181,7 @@ class _Workload:
         self._planes: dict[str, list[torch.Tensor]] = {}
 
     def kernel(self, name: str, isa: str, attends: bool) -> Callable[[], torch.Tensor]:
-        """One call of the operator on a pool of this format, filled by the operator itself."""
+        """A function that calls the operator once, on a pool of this format which the operator itself has filled."""
         shape, R, new = self.shape, self.shape.seqs, self.new
         planes, numbers = [], []
         for fmt, rows in zip(FORMATS[name], (self.k, self.v), strict=True):
@@ -208,7 +209,7 @@ class _Workload:
                 slots=self.slots[r],
                 positions=self.positions[r],
                 tail_slots=requests[r : r + 1],
-                window=1,  # attends to next to nothing
+                window=1,  # attends to one key only, since here only storing matters
             )
         last = [x[:, -new:].flatten(0, 1).contiguous() for x in (self.k, self.v, self.slots, self.positions)]
         table, start = (self.table, everybody) if attends else (self.table[:0], nobody)
@@ -217,7 +218,7 @@ class _Workload:
         )
 
     def baselines(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Torch on K and V gathered beforehand, [R, H, L, D]: the formulations people use, by name."""
+        """The ways people write attention in torch, by name, on K and V [R, H, L, D] that were gathered beforehand."""
         s, R, new = self.shape, self.shape.seqs, self.new
         G = s.query_heads // s.kv_heads
         K, V = (x.transpose(1, 2).contiguous() for x in (self.k, self.v))
@@ -238,7 +239,7 @@ class _Workload:
         }
 
     def bytes(self, name: str, attends: bool) -> int:
-        """Of pool pages that one call must read (of append: write)."""
+        """How many bytes of pool pages one call must read or, for append, write."""
         s = self.shape
         per_block = sum(f.bytes_per_block(self.B, s.kv_heads, s.head_dim) for f in FORMATS[name])
         return s.seqs * (s.context if attends else self.new) * per_block // self.B
@@ -248,7 +249,7 @@ class _Workload:
 
 
 def _take_turns(contenders: dict[str, Callable[[], object]], repeats: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds of every call, one of each after the other, `repeats` times after one untimed round."""
+    """The seconds of every call. Each round makes one call of each contender; the first round is not timed, `repeats` are."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(repeats + 1):
         for name, call in contenders.items():
@@ -260,7 +261,7 @@ def _take_turns(contenders: dict[str, Callable[[], object]], repeats: int, clock
 
 
 def _heads(text: str) -> tuple[int, int, int]:
-    """'32/8/128' -> query heads, kv heads, head dim. Raises ConfigError."""
+    """(query heads, KV heads, head dim) from e.g. '32/8/128'. Raises ConfigError."""
     parts = text.split("/")
     if len(parts) == 3 and all(p.isdigit() and int(p) for p in parts):
         heads, kv, D = map(int, parts)

@@ -1,7 +1,7 @@
-"""How fast the engine reads prompts and writes tokens, by batch, context and quantizer, beside transformers' generate.
+"""Times how fast the engine reads prompts and writes tokens, by batch, context and quantizer, beside transformers' generate.
 
-Takes: cases like 8x256 (requests x prompt tokens). Gives: a row per case and contender with medians of alternating runs.
-Does not know about: accuracy; kernels alone.
+Takes: cases like 8x256 (requests x prompt tokens). Gives: a row per case and contender, with medians of runs that take turns.
+Does not know about: accuracy, kernels by themselves.
 """
 
 import re
@@ -33,7 +33,8 @@ _CALIBRATION = (8, 512)  # documents x tokens, for quantizers that need scales a
 
 
 class Times(NamedTuple):
-    """One run: seconds until every request had its first token; seconds after that, and the tokens written in them."""
+    """Times of one run. prefill: seconds until every request had its first token. decode: seconds after that. decoded: tokens
+    written in these."""
 
     prefill: float
     decode: float
@@ -42,7 +43,7 @@ class Times(NamedTuple):
 
 @dataclass
 class Contender:
-    """run(prompts, new tokens): how long the case takes, and an engine's metrics (none for transformers)."""
+    """Who is timed. run(prompts, new tokens): runs the case and returns Times and engine.metrics(), {} for transformers."""
 
     label: str
     run: Callable[[list[list[int]], int], tuple[Times, dict[str, Any]]]
@@ -56,8 +57,8 @@ class Contender:
 class BenchEngine(Experiment):
     """cases: REQUESTSxPROMPT tokens, all sent at once. quantizers: names or {name: ..., field: value}.
 
-    output_tokens: per request. repeats: of every contender, in turn; medians are reported.
-    baseline: transformers also runs its generate(), or null.
+    output_tokens: per request. repeats: how often every contender runs; they take turns, and medians are reported.
+    baseline: "transformers" times its generate() too; null does not.
     """
 
     cases: list[str] = field(default_factory=lambda: ["1x256"])
@@ -111,7 +112,8 @@ class BenchEngine(Experiment):
         requests: int,
         tokens: int,
     ) -> list[Contender]:
-        """Each run has an engine of its own, with a pool that just holds the case: generate() needs the model to itself."""
+        """All contenders of a case. Each run builds an engine of its own, with a pool just large enough for the case, and
+        closes it, because transformers' generate() needs the model to itself."""
         block = int(config.allocator.get("block_size", 16))
         sized = engines.single_document(config, tokens + self.output_tokens)
         limits = replace(config.scheduler, max_model_len=tokens + self.output_tokens, max_num_seqs=requests)
@@ -190,7 +192,7 @@ class BenchEngine(Experiment):
 
 
 def _timed(engine: Engine, prompts: list[list[int]], new: int) -> Times:
-    """All prompts at once, `new` tokens each. Tokens written while others still read their prompts count as reading."""
+    """Send all prompts at once and let each request write `new` tokens. Decode begins when the last prompt has been read."""
     start = time.perf_counter()
     waiting = {engine.add_request(prompt, SamplingParams(max_tokens=new, ignore_eos=True)) for prompt in prompts}
     written, first, begin = 0, start, 0
@@ -209,7 +211,7 @@ def _generate(loaded: LoadedModel) -> Callable[..., tuple[Times, dict[str, Any]]
 
     def once(prompts: list[list[int]], new: int) -> tuple[Times, dict[str, Any]]:
         ids = torch.tensor(prompts, device=model.device)
-        at: list[float] = []  # when each row of tokens was there
+        at: list[float] = []  # when each of the batch's new tokens was there
 
         def clock(ids: torch.Tensor, scores: Any) -> torch.Tensor:
             at.append(time.perf_counter())

@@ -1,6 +1,6 @@
-"""What a step costs around attention: the model's forward with attention answered by nothing, fused and as transformers runs it.
+"""Times all that a forward does besides attention, which returns zeros at once here: in the fused frame and in transformers.
 
-Takes: numbers of packed tokens. Gives: a row per number and forward. Does not know about: the cache, sampling.
+Takes: numbers of packed tokens. Gives: a row per number and kind of forward. Does not know about: the cache, sampling.
 """
 
 import statistics
@@ -34,9 +34,9 @@ class _Nothing(StepContext):
 @EXPERIMENTS.register("bench_frame")
 @dataclass
 class BenchFrame(Experiment):
-    """tokens: packed rows per forward. Up to 64 of them all get logits, as decodes do; of more only one does, as in prefill.
+    """tokens: packed rows per forward. Up to 64 rows are taken for decodes and all get logits; of more, a prefill, only one does.
 
-    repeats: forwards of each kind, taking turns.
+    repeats: how many forwards of each kind; the kinds take turns.
     """
 
     tokens: list[int] = field(default_factory=lambda: [1, 16])

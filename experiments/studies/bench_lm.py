@@ -1,4 +1,4 @@
-"""How fast is lm-eval on the engine, beside lm-eval's own `hf` model: samples per second of one task, the two by turns.
+"""Times lm-eval on the engine beside lm-eval's own `hf` model: samples per second of one task, with runs of the two in turn.
 
 Takes: a task. Gives: a row per batch size of `hf` and one per quantizer, with every run's time and the score.
 Does not know about: whether a difference between scores means anything.
@@ -25,7 +25,7 @@ from qkv.validate import require
 
 @dataclass
 class _Contestant:
-    """run: evaluates the task once, from a cold start; gives lm-eval's result, with "qkv" in it."""
+    """Who is timed. run: evaluates the task once, with an empty prefix cache, and returns lm-eval's result, which has a "qkv"."""
 
     label: str
     run: Callable[[], dict[str, Any]]
@@ -78,7 +78,9 @@ class BenchLM(Experiment):
                 row = {"policy": engines.policy_part(run.engine, spec, origin), "attention": engine.metrics()["attention"]}
                 label = f"qkv {engines.label(spec)}"
                 contestants.append(_Contestant(label, lambda lm=lm: evaluate.run(lm, name, task, settings), row))  # type: ignore[misc]
-            plain = with_tokenizer(load_model(run.engine.model))  # the engines hold the attention of the other one
+            plain = with_tokenizer(
+                load_model(run.engine.model)
+            )  # loaded again, since the engines have replaced the first one's attention
             for size in self.hf_batch_sizes:
                 hf = HFLM(pretrained=plain.model, tokenizer=plain.tokenizer, batch_size=size, device=run.engine.model.device)
                 contestants.append(
@@ -88,7 +90,8 @@ class BenchLM(Experiment):
         self._show(run, name, contestants)
 
     def _take_turns(self, run: Run, contestants: list[_Contestant]) -> None:
-        """All of them once, then all again: what else the machine does hits everyone. The first turn warms up."""
+        """Run all contestants once, then all again, and so on, so that what else the machine does slows all alike. The first
+        round only warms up."""
         with tqdm(total=(self.repeats + 1) * len(contestants), disable=not run.progress, unit="run", leave=False) as bar:
             for turn in range(self.repeats + 1):
                 for one in contestants:

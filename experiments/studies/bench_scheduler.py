@@ -1,4 +1,4 @@
-"""The scheduler's planning time per step, for numbers of running requests and context lengths.
+"""Times how long the scheduler takes to plan a step, by the number of running requests and the length of their contexts.
 
 Takes: numbers of running requests and context lengths. Gives: rows with median and p99 milliseconds per step.
 """
@@ -14,7 +14,7 @@ from qkv.validate import require
 @EXPERIMENTS.register("bench_scheduler")
 @dataclass
 class BenchScheduler(Experiment):
-    """batch_sizes: running requests. context_lengths: tokens per request when timing starts. steps: decode steps timed.
+    """batch_sizes: running requests. context_lengths: tokens per request when timing starts. steps: how many decodes are timed.
 
     shared_prefix_tokens: tokens that all prompts have in common.
     """

@@ -1,6 +1,6 @@
-"""How fast the simulator is, in requests that get a token per second, and how much memory it takes.
+"""Times the simulator, in simulated output tokens per second, and measures how much memory it takes.
 
-Takes: a workload. Gives: one row with what was simulated, and what simulating it cost. Steps taken at once count one by one.
+Takes: a workload. Gives: one row with what was simulated and what that cost. Steps that are taken at once count one by one.
 """
 
 import resource
@@ -16,7 +16,7 @@ from experiments.measuring.rows import open_model, serve_row, with_length
 @EXPERIMENTS.register("bench_simulator")
 @dataclass
 class BenchSimulator(Experiment):
-    """No settings of its own: the workload and the engine are what is simulated."""
+    """Has no settings of its own: it simulates the configured workload on the configured engine."""
 
     runners = ("simulated",)
 
@@ -53,6 +53,6 @@ class BenchSimulator(Experiment):
 
 
 def _peak_resident_bytes() -> int:
-    """Of this process, since it started."""
+    """The most memory that this process has had since it started. psutil tells the peak on Windows only."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,4 +1,4 @@
-"""What the size of a block costs and saves: waste, table entries, planning time, hits, tokens/s; and which to take.
+"""Measures what a block size costs and saves (waste, table entries, planning time, hits, tokens/s), and says which to take.
 
 Takes: sizes, a workload. Gives: one row per size and a recommendation for the lengths of this workload.
 """
@@ -23,8 +23,9 @@ _TABLE_TOKENS = 2048
 @EXPERIMENTS.register("block_size")
 @dataclass
 class BlockSize(Experiment):
-    """sizes: tokens per block. pool_tokens: the same pool in tokens for every size. max_waste: share of the pool that half
-    empty last blocks and prefix tokens beyond the last whole block may cost; the largest size within it is recommended."""
+    """sizes: tokens per block. pool_tokens: size of the pool, which is the same for all block sizes. max_waste: share of the pool
+    that may be lost to partly empty last blocks and to prefix tokens after the last whole block; the largest block size that
+    loses no more is recommended."""
 
     runners = ("model", "simulated")
 
@@ -102,7 +103,7 @@ class BlockSize(Experiment):
         lines(run.folder / "block_size.png", points, "Tokens per block", "block size", log_x=True, mark=chosen)
 
     def recommended(self, rows: list[dict[str, Any]], prefix: int, length: int) -> int:
-        """The largest size within max_waste, else the smallest."""
+        """The largest size that wastes no more than max_waste; the smallest size if all waste more."""
         costs = {}
         for size, row in zip(self.sizes, rows, strict=True):
             unshared = (prefix - row["blocks"]["prefix_tokens_shared"]) / length

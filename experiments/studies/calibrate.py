@@ -1,6 +1,7 @@
-"""Static scales from the user's own data: a scale file, its statistics, a report, and a check on documents held back.
+"""Finds static scales on the user's own data: writes a scale file, its statistics and a report, and checks the scales on
+documents that were held back.
 
-Takes: the settings of a run. Gives: files and one row. The parts are in calibration/; this puts them in order.
+Takes: the settings of a run. Gives: files and one row. The work is done in calibration/; this file puts it in order.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile
 from qkv.validate import require
 
-_DIAGNOSED = 8  # documents on which errors per layer and head are measured
+_DIAGNOSED = 8  # errors per layer and head are measured on so many documents
 _REPORTED = ("model", "quantizer", "quantizer_fields", "method", "data", "documents", "tokens", "sampling")
 
 
@@ -70,7 +71,7 @@ class Calibrate(Experiment):
             report = self._check(run, loaded, engine, statistics, scales, sample)
         finally:
             engine.close()
-        scales.save(self.out)  # with what the check found
+        scales.save(self.out)  # again, now with what the check found
         write(run.folder, report)
         self._checkpoint.unlink(missing_ok=True)
         self._show(run, report)
@@ -97,7 +98,7 @@ class Calibrate(Experiment):
     def _check(
         self, run: Run, loaded: LoadedModel, engine: Engine, statistics: Statistics, scales: ScaleFile, sample: Sample
     ) -> dict[str, Any]:
-        """The report: what stands out in the statistics, and the accuracy on documents that were held back."""
+        """Write the report: what stands out in the statistics, and the accuracy on documents that were held back."""
         quantizer = QUANTIZERS.build(run.engine.quantizer)
         looked_at = [d for d in sample.held_back or sample.calibration if len(d) > 1][:_DIAGNOSED]
         scored = [d for d in sample.held_back if len(d) > 1]
@@ -148,7 +149,7 @@ class Calibrate(Experiment):
 
 
 def memory(config: EngineConfig, loaded: LoadedModel, scales: ScaleFile) -> dict[str, Any]:
-    """The row's `memory` of the configured quantizer with a pool for one short document."""
+    """The `memory` part of the row: that of the configured quantizer, with a pool for one short document."""
     engine = engines.build(engines.single_document(config, 16), loaded, config.quantizer, scales)
     try:
         part: dict[str, Any] = engine.metrics()["memory"]

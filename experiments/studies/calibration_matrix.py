@@ -1,7 +1,7 @@
-"""Does it matter what you calibrate on? Calibrate on each kind of text, evaluate on each: a heat map and a table of KL.
+"""Does it matter on what text scales are calibrated? Calibrates on each kind of text and evaluates on each.
 
-Takes: names of data sources, a quantizer with static scales. Gives: one row per pair. The first number to look at is how much
-worse a column's other rows are than its diagonal.
+Takes: names of data sources, a quantizer with static scales. Gives: one row per pair, a table and a heat map of KL divergences.
+What to look at first: how much worse the other rows of a column are than its diagonal.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ from qkv.scales import ScaleFile
 class CalibrationMatrix(Experiment):
     """sources: names of data options, or {name: ..., field: value}. method, percentile, sink_tokens: as in calibrate.
 
-    sample: documents calibrate, held_back evaluate, both of every source.
+    sample: of every source, `documents` are for calibration and `held_back` for evaluation.
     """
 
     sources: list[Any] = field(default_factory=lambda: ["banking", "dialogues", "code", "briefs"])

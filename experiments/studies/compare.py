@@ -1,7 +1,7 @@
-"""What each KV quantizer costs and saves on one model and one text: memory, speed, accuracy against `none`.
+"""Measures what each KV quantizer costs and saves on one model and one text: memory, speed, accuracy against `none`.
 
-Takes: a list of quantizers. Gives: one row each, a table, a bar chart. The model is loaded once; speed is measured with one
-engine at a time, accuracy with all of them in lock-step, document by document.
+Takes: a list of quantizers. Gives: one row each, a table, a bar chart. The model is loaded once. Speed is measured with one
+engine at a time; accuracy with all at once: every engine scores a document before the next document comes.
 """
 
 from contextlib import ExitStack
@@ -46,8 +46,8 @@ class _Case:
 class Compare(Experiment):
     """quantizers: names or {name: ..., field: value}; `none` is always measured, first, as the baseline.
 
-    documents, tokens_per_document: windows of text that are scored. calibration_documents: further windows, for
-    quantizers that need scales and have no file.
+    documents, tokens_per_document: windows of text that are scored. calibration_documents: how many further windows are used
+    for quantizers that need scales and have no file.
     """
 
     plain_workload = True

@@ -1,7 +1,7 @@
-"""What Triton's compiler makes of every kernel, for GPUs that are not here: resources, loads, instructions per element.
+"""Shows what Triton's compiler makes of every kernel for GPUs that need not be here: resources, loads, instructions per element.
 
-Takes: ops, formats, architectures, shapes. Gives: one row each, from the machine code of this run, with what is wrong with it.
-Does not know about: running kernels. Needs triton, no GPU.
+Takes: ops, formats, architectures, shapes. Gives: one row each, read from the machine code, with what is wrong with it.
+Does not know about: running kernels. Needs triton, but no GPU.
 """
 
 import os
@@ -25,12 +25,12 @@ from qkv_kernels.reference.attend import Rule
 OPS = ("append", "decode", "extend")
 _CHANNEL4 = KVFormat(4, torch.uint8, "channel", torch.float32, "float")
 COMPILED = FORMATS | RAW_ROW_FORMATS | {"int4": (_CHANNEL4, KVFormat(4, torch.uint8, "token_group", zero="float", group=32))}
-_TOKENS, _KV_HEADS, _BLOCKS = 64, 8, 512  # of the launch that is compiled; only strides enter the code
-_DECODES, _CONTEXT = 64, 8192  # of the step that bound_us is stated for, with _KV_HEADS kv heads
+_TOKENS, _KV_HEADS, _BLOCKS = 64, 8, 512  # sizes of the launch that is compiled; only its strides change the code
+_DECODES, _CONTEXT = 64, 8192  # bound_us is stated for a step of so many decodes, keys and _KV_HEADS KV heads
 
 
 class CompileError(QkvError):
-    """A kernel does not compile, or its machine code is not what it should be."""
+    """A kernel does not compile, or its machine code is not as it should be."""
 
 
 @EXPERIMENTS.register("compile_kernels")
@@ -39,7 +39,7 @@ class CompileKernels(Experiment):
     """ops, formats (see COMPILED; "all" stands for every one), archs (sm_90, gfx942 ...), head_dims, block_sizes: every
     combination is compiled.
 
-    group: query heads per kv head. dtype: of q, k and v. splits: programs per request of decode.
+    group: query heads per KV head. dtype: of q, k and v. splits: how many programs share one request in decode.
     """
 
     ops: list[str] = field(default_factory=lambda: [*OPS])
@@ -93,7 +93,7 @@ class CompileKernels(Experiment):
             )
 
     def _rows(self, op: str, name: str, arch: str, D: int, B: int) -> list[dict[str, Any]]:
-        """One row per launch of the op."""
+        """One row for every kernel that the op launches."""
         out = []
         for launch in self._launches(op, name, arch, D, B):
             try:
@@ -165,7 +165,7 @@ def _row(kernel: str, name: str, arch: str, D: int, B: int, launch: Any, code: m
                 "conversions_per_element": machine_code.conversions(loop) * threads / elements,
                 "lane_instructions_per_element": used,
             }
-            if kernel == "decode":  # extend is bound by arithmetic
+            if kernel == "decode":  # bandwidth bounds only decode; extend is bound by arithmetic
                 available, elements = gpu.lane_instructions_per_byte * read, _DECODES * _CONTEXT * _KV_HEADS * (K.D + V.D)
                 slowest = max(read / gpu.bandwidth, used / (gpu.lanes * gpu.processors * gpu.clock))
                 row |= {"bytes_per_element": read, "lane_instructions_available": available, "headroom": available / used}
@@ -179,12 +179,13 @@ def _row(kernel: str, name: str, arch: str, D: int, B: int, launch: Any, code: m
 
 
 def _multiplies_16_bits(P: Any) -> bool:
-    """Float32 is multiplied exactly, outside the matrix unit on NVIDIA; whole float32 attention is for tests."""
+    """Whether the matrix unit multiplies 16-bit values. Float32 is multiplied exactly, on NVIDIA outside the matrix unit;
+    attention all in float32 is for tests."""
     return any(kind.primitive_bitwidth == 16 for kind in (P.mat_k, P.mat_v))
 
 
 def _narrowest(loop: list[machine_code.Instruction], code_bytes: int, threads: int) -> int:
-    """Width of the narrowest loads that are needed to bring a tile's codes: scales and block tables come in narrower ones."""
+    """The width of the narrowest loads that are needed to bring a tile's codes. Narrower loads bring scales and block tables."""
     widths = sorted((w for i in loop if (w := machine_code.load_width(i.name))), reverse=True)
     total = 0
     for width in widths:

@@ -1,6 +1,6 @@
-"""How many requests at once: tokens/s, waiting and memory from one request to saturation; the knee, and why it is there.
+"""How many requests should run at once? Measures tokens/s, waiting and memory from one request to saturation.
 
-Takes: a workload. Gives: one row per concurrency, the knee with its reason, a chart.
+Takes: a workload. Gives: one row per concurrency, a chart, and the knee of the curve with the reason why it is there.
 """
 
 from dataclasses import dataclass, replace
@@ -20,11 +20,12 @@ _FULL = 0.95  # a peak use of the pool above this counts as exhausted
 @EXPERIMENTS.register("concurrency")
 @dataclass
 class Concurrency(Experiment):
-    """Whatever the workload's arrivals, here so many requests are in flight at any time; of a trace, only the lengths count.
+    """Keeps a level's number of requests in flight at any time, whatever arrivals the workload has; a trace only gives lengths.
 
-    levels: requests at once; null: doubling from 1 until tokens/s grow by less than `gain`, at most `most`.
+    levels: how many requests at once; null: 1, 2, 4 and so on, until tokens/s grow by less than `gain`, and at most `most`.
 
-    requests_per_level: served per request at once. knee: the smallest level with this share of the best tokens/s.
+    requests_per_level: at level n, n times as many requests are served. knee: the recommended level is the smallest that has this
+    share of the best tokens/s.
     """
 
     runners = ("model", "simulated")

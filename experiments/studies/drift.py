@@ -1,6 +1,6 @@
-"""Does a scale file still fit today's data? Its error against that of a file calibrated on that data, on held-back documents.
+"""Does a scale file still fit today's data? Compares it, on held-back documents, with a file calibrated on this data.
 
-Takes: a scale file, data. Gives: saturation and reach per layer, what a new calibration would gain, a verdict with its rule.
+Takes: a scale file, data. Gives: saturation and reach per layer, what a new calibration would gain, and a verdict with its rule.
 """
 
 import math
@@ -26,15 +26,16 @@ from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile
 from qkv.validate import require
 
-_WORST = 8  # layers in the table
+_WORST = 8  # the table shows so many layers
 _DIAGNOSED = 8
-# How the comparison file is made; `output` would need a search over documents, squared error is the nearest without one.
+# Method of the new file, by that of the given one. `output` would need a search over documents; `mse` comes nearest without.
 _AGAIN: dict[str, search.Method] = {"percentile": "percentile", "mse": "mse", "output": "mse"}
 
 
 @dataclass
 class _Found:
-    """layers: as in diagnose(); old, new: of the given file and of one calibrated on the new data by the same method."""
+    """What was measured. layers: as diagnose() returns them. old: the scores of the given file. new: those of a file calibrated
+    on the new data by the same method."""
 
     layers: list[dict[str, Any]]
     old: Scored
@@ -76,7 +77,7 @@ class Drift(Experiment):
         console().print(f"data {run.data.name}: {sample.report.line()}\n{sample.how}", soft_wrap=True)
         engine = engines.build(engines.whole_documents(run.engine, self.sample.tokens), loaded, "none")
         try:
-            file.validate(engine.layers, quantizer.name, loaded.fingerprint)
+            file.validate(engine.layers, quantizer.name, loaded.fingerprint, quantizer.static_tensors())
             run.record.set("model", engines.model_part(loaded, engine))
             found = self._look(run, loaded, engine, quantizer, file, sample, scored)
         finally:
@@ -140,7 +141,7 @@ class Drift(Experiment):
 
 
 def judge(old: Accuracy, new: Accuracy, gain: float, sigmas: float) -> dict[str, Any]:
-    """verdict keep | recalibrate, why, and the numbers: the rule is in `why`.
+    """The verdict, "keep" or "recalibrate", the reason with its rule (`why`), and the numbers.
 
     Recalibrate if the file's KL is above `gain` times that of a file calibrated on the new data, and the difference, paired by
     document, is above `sigmas` standard errors.

@@ -1,6 +1,6 @@
-"""Hit rate of the prefix cache by its size and the eviction policy, with Belady's optimum as the ceiling.
+"""Measures the hit rate of the prefix cache by its size and the eviction policy, beside Belady's optimum, which none can exceed.
 
-Takes: traces on which policies differ. Gives: one row per trace and policy; a chart. Runs the real block manager, no model.
+Takes: traces on which policies differ. Gives: one row per trace and policy, a chart. Runs the real block manager, and no model.
 """
 
 import heapq
@@ -26,19 +26,19 @@ from qkv.policies.evictor.base import EVICTORS
 from qkv.types import Request, SamplingParams
 from qkv.validate import require, suggest
 
-B = 16  # tokens per block; hit rates of whole blocks do not depend on it
-OWN = "workload"  # the trace of the configured workload
-OPTIMUM = "belady"  # in tables and records: the ceiling, not a policy
+B = 16  # tokens per block; since only whole blocks are shared here, hit rates do not depend on it
+OWN = "workload"  # name of the trace that the configured workload gives
+OPTIMUM = "belady"  # its name in tables and records; it is a bound, not a policy
 _VOCAB = 32_000
 _PARAMS = SamplingParams(max_tokens=1)
-Chain = tuple[int, ...]  # a prompt as the ids of its blocks; equal prefixes are equal content
+Chain = tuple[int, ...]  # a prompt, as the ids of its blocks; equal beginnings have equal content
 
 
 @EXPERIMENTS.register("eviction")
 @dataclass
 class Eviction(Experiment):
-    """evictors: names or {name: ..., field: value}; null: all. traces: of scan, loop, zipf, multi_turn, and workload: the prompts
-    of workload=, of conversations the first ones. requests: per trace.
+    """evictors: names or {name: ..., field: value}; null: all. traces: any of scan, loop, zipf, multi_turn, and workload, which
+    stands for the prompts of the configured workload (the first turns of its conversations). requests: how many per trace.
 
     sizes: of the cache, as shares of the distinct blocks of the trace.
     """
@@ -99,7 +99,7 @@ class Eviction(Experiment):
 
 
 def hit_rate(trace: Sequence[Chain], blocks: int, evictor: Any) -> float:
-    """Share of prompt blocks found in a cache of `blocks` blocks, by the real block manager, one request at a time."""
+    """The share of prompt blocks that the real block manager finds in a cache of `blocks` blocks, one request at a time."""
     allocator = ALLOCATORS.build({"name": "paged", "block_size": B})
     allocator.bind(blocks + 2, EVICTORS.build(evictor), blocks + 1)  # the null block, and the token after the prompt
     manager = BlockManager(allocator, PrefixHasher("xxh3_128", B, ["eviction"]), HostPool(0), Recorder())
@@ -118,9 +118,10 @@ def hit_rate(trace: Sequence[Chain], blocks: int, evictor: Any) -> float:
 
 
 def belady(trace: Sequence[Chain], blocks: int) -> float:
-    """The same with foresight: evict the block whose next use is furthest away. No policy can do better.
+    """The same share for a cache that knows the future and evicts the block whose next use is furthest away. No policy can do
+    better. A use of a block is a use of all blocks before it, so the furthest next use is always that of a leaf, and like the
+    real policies this one evicts only leaves.
 
-    A block is used whenever one behind it is, so the furthest next use is always a leaf's, as for the real policies.
     Source: Belady, 1966.
     """
     never = len(trace)
@@ -167,7 +168,7 @@ def _zipf(rng: random.Random, items: Sequence[Chain], exponent: float = 1.0) -> 
 
 
 def scan(rng: random.Random) -> Iterator[Chain]:
-    """Popular prompts, and between them long runs of documents that never come back."""
+    """Popular prompts, with long runs of documents between them that never come back."""
     popular = _zipf(rng, [_document(rng, 8) for _ in range(40)])
     while True:
         for _ in range(30):
@@ -204,7 +205,8 @@ def multi_turn(rng: random.Random) -> Iterator[Chain]:
 
 
 def prompts(run: Run) -> Iterator[Chain]:
-    """Of the configured workload; those of less than a block have nothing to share. Raises ConfigError without any other."""
+    """The prompts of the configured workload, but for those shorter than a block, which have nothing to share. Raises ConfigError
+    if all are."""
     known = dict[tuple[int, ...], int]()
     for arrival in Traffic(run.workload, run.engine.seed, _VOCAB):
         cut = [tuple(arrival.prompt[i : i + B]) for i in range(0, len(arrival.prompt) - B + 1, B)]

@@ -1,7 +1,7 @@
-"""The frontier: effective bits against KL divergence and perplexity, for every quantizer and setting, and the best per budget.
+"""The frontier: effective bits against KL divergence and perplexity for every quantizer and setting, and the best per budget.
 
-Takes: a list of settings. Gives: one row each, a table sorted by bits, a plot. Static scales are calibrated on one text and all
-are evaluated on another; every document is scored by all engines before the next, so that all rows share one baseline.
+Takes: a list of settings. Gives: one row each, a table sorted by bits, a plot. Static scales are calibrated on one text, and all
+settings are evaluated on another. All engines score a document before the next one comes, so that all rows share one baseline.
 """
 
 import json
@@ -32,12 +32,12 @@ from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
 from qkv.validate import from_mapping, require
 
-SINK_TOKENS = 4  # of every calibration document, which percentile and mse do not clip
+SINK_TOKENS = 4  # first tokens of every calibration document, which percentile and mse do not clip
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One row. method, percentile: how static scales are found. block_size: null for the allocator's."""
+    """What one row measures. method, percentile: how static scales are found. block_size: None takes the allocator's."""
 
     quantizer: Any
     method: search.Method = "absmax"
@@ -46,7 +46,7 @@ class Setting:
 
     @classmethod
     def of(cls, spec: Any) -> "Setting":
-        """A quantizer (name, or mapping with `name`), or a mapping with `quantizer` and more. Raises ConfigError."""
+        """From a quantizer (a name, or a mapping with `name`), or from a mapping of these fields. Raises ConfigError."""
         return cls(spec) if isinstance(spec, str) or "name" in spec else from_mapping(cls, spec, "settings")
 
     @property
@@ -126,7 +126,7 @@ class Frontier(Experiment):
         self._show(run, loaded, cases)
 
     def _calibrate(self, run: Run, loaded: LoadedModel, engine: Engine) -> Statistics | None:
-        """Everything that any setting needs to know about keys and values, from one pass; None if nothing is needed."""
+        """The statistics of keys and values that all settings together need, from one pass; None if none needs any."""
         if not any(QUANTIZERS.build(s.quantizer).needs_scales for s in self._settings):
             return None
         count, length = self.calibration_documents, self.tokens_per_document
@@ -164,7 +164,8 @@ class Frontier(Experiment):
         return engine
 
     def _resumed(self, identity: str, own: Accuracy, cases: Sequence[_Case]) -> int:
-        """Documents that a former run has scored, whose sums are taken over. Raises ConfigError if they are of another run."""
+        """Take over the sums of the run to resume, and return how many documents it had scored. Raises ConfigError if that run
+        had other settings."""
         if self.resume is None:
             return 0
         kept = json.loads((Path(self.resume) / "sums.json").read_text(encoding="utf-8"))

@@ -1,10 +1,11 @@
-"""Continue prompts and show the text, with the metrics of the engine that did it.
+"""Continues prompts and shows the text, with the metrics of the engine that wrote it.
 
 Takes: prompts and sampling settings. Gives: text, a table, one row.
 """
 
+import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.markup import escape
@@ -14,7 +15,7 @@ from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.table import console, number, show
 from experiments.measuring import engines
 from experiments.measuring.scales import provide, used_by
-from qkv.errors import RequestError
+from qkv.errors import ConfigError, RequestError
 from qkv.models import load_model
 from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.types import RequestOutput, SamplingParams
@@ -24,7 +25,8 @@ from qkv.validate import require
 @EXPERIMENTS.register("generate")
 @dataclass
 class Generate(Experiment):
-    """prompts: text to continue. chat: wrap each in the model's chat template, where its tokenizer has one."""
+    """prompts: texts to continue. chat: put each into the model's chat template, where its tokenizer has one. sampling.stop: a
+    backslash begins an escape, since a command line has no other way to say a line break."""
 
     prompts: list[str] = field(default_factory=list)
     chat: bool = True
@@ -32,6 +34,7 @@ class Generate(Experiment):
 
     def __post_init__(self) -> None:
         require(bool(self.prompts), "prompts", self.prompts, "at least one prompt: prompts='[\"...\"]'")
+        self.sampling = replace(self.sampling, stop=tuple(unescaped(stop) for stop in self.sampling.stop))
 
     def run(self, run: Run) -> None:
         quantizer = QUANTIZERS.build(run.engine.quantizer)
@@ -79,6 +82,25 @@ class Generate(Experiment):
             message = [{"role": "user", "content": prompt}]
             return encode(tokenizer, tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
         return list(tokenizer.encode(prompt)) if tokenizer is not None else encode(None, prompt)
+
+
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+
+
+def unescaped(text: str) -> str:
+    """With \\n, \\t, \\r, \\\\ and \\u followed by four hexadecimal digits turned into what they mean. Raises ConfigError."""
+
+    def meaning(match: re.Match[str]) -> str:
+        code = match[1]
+        if len(code) == 5:
+            return chr(int(code[1:], 16))
+        if code not in _ESCAPES:
+            raise ConfigError(
+                f"sampling.stop: '\\{code}' in {text!r} is no escape; there are \\n, \\t, \\r, \\uXXXX, and \\\\ for a backslash"
+            )
+        return _ESCAPES[code]
+
+    return re.sub(r"\\(u[0-9a-fA-F]{4}|.|$)", meaning, text, flags=re.DOTALL)
 
 
 def _summary(prompt: str, output: RequestOutput) -> dict[str, Any]:

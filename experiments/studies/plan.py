@@ -1,4 +1,4 @@
-"""The arithmetic before any run: what fits a card, and what would make the rest fit.
+"""The arithmetic before any run: what fits a card, and what would make the others fit.
 
 Takes: a model's dimensions, a memory size, a demand. Gives: bytes per token, blocks, requests, options; one row, two tables.
 Needs no weights. Does not know about: time.
@@ -17,7 +17,7 @@ from qkv.models import Dimensions, dimensions
 @EXPERIMENTS.register("plan")
 @dataclass
 class Plan(Experiment):
-    """plan: the demand."""
+    """plan: what is to be served, and on how much memory."""
 
     runners = ("model", "simulated")
 

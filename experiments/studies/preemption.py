@@ -1,6 +1,7 @@
-"""What giving way costs: recompute, swap or whichever is cheaper, by size of the pool and length of the prompts.
+"""Measures what preemption costs when victims are recomputed, swapped, or whichever is cheaper, by pool size and prompt length.
 
-Takes: preemptors, pool sizes, prompt lengths. Gives: one row per combination: waiting, recomputed tokens, swapped bytes, goodput.
+Takes: preemptors, pool sizes, prompt lengths. Gives: one row per combination, with waiting, recomputed tokens, swapped bytes and
+goodput.
 """
 
 from dataclasses import dataclass, field, replace
@@ -23,9 +24,9 @@ from qkv.validate import require
 @EXPERIMENTS.register("preemption")
 @dataclass
 class Preemption(Experiment):
-    """preemptors: names or {name: ..., field: value}. pools: sizes as shares of what all requests in flight hold on average.
+    """preemptors: names or {name: ..., field: value}. pools: sizes, as shares of what all requests in flight hold on average.
 
-    prompt_tokens: mean prompt lengths. slo: what a good request meets.
+    prompt_tokens: mean prompt lengths. slo: the service level that a good request meets.
     """
 
     runners = ("model", "simulated")

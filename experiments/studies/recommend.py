@@ -1,7 +1,7 @@
-"""What to deploy: calibration, accuracy, arithmetic and a short simulation put together, and one choice with its reason.
+"""Says what to deploy: puts calibration, accuracy, arithmetic and a short simulation together into one choice with its reason.
 
 Takes: a model, data, a device, limits on quality and waiting. Gives: one row per quantizer, the choice, the runner-up, and the
-vLLM flags that come nearest.
+vLLM flags that come nearest to it.
 """
 
 from contextlib import ExitStack
@@ -27,14 +27,14 @@ from qkv.scales import ScaleFile
 from qkv.simulation import SimulatedModel
 from qkv.validate import require
 
-_AS_FAST = 0.02  # difference in simulated tokens/s that decides nothing
-# what vLLM calls the same idea; the others it does not have
+_AS_FAST = 0.02  # two quantizers whose simulated tokens/s differ by no more than this share count as equally fast
+# Our name -> vLLM's name for a KV cache dtype that does the same; for the other quantizers it has none.
 _VLLM = {"none": "auto", "fp8": "fp8", "int8_token": "int8_per_token_head"}
 
 
 @dataclass(frozen=True)
 class Quality:
-    """kl: nats per token from the unquantized model, at most."""
+    """Limits of quality. kl: the largest KL divergence from the unquantized model, in nats per token."""
 
     kl: float = 0.01
 
@@ -45,9 +45,11 @@ class Quality:
 @EXPERIMENTS.register("recommend")
 @dataclass
 class Recommend(Experiment):
-    """quantizers: to choose from, besides `none`. plan: the demand. quality, slo: limits; slo holds for the 95th percentile.
+    """quantizers: to choose from, besides `none`. plan: what is to be served. quality, slo: limits; slo is about the 95th
+    percentile of the requests.
 
-    documents, tokens_per_document: windows of text that are scored. calibration_documents: further windows for scales.
+    documents, tokens_per_document: windows of text that are scored. calibration_documents: how many further windows are used for
+    scales.
     """
 
     quantizers: list[Any] = field(default_factory=lambda: ["fp8", "int8", "int8_token"])
@@ -94,7 +96,7 @@ class Recommend(Experiment):
         return with_length(with_pool(replace(config, scheduler=scheduler, runner=runner), budget), self.plan.context)
 
     def _accuracies(self, run: Run, loaded: LoadedModel, specs: list[Any]) -> list[tuple[dict[str, Any], str | None]]:
-        """Accuracy against `none` and the origin of scales, per quantizer."""
+        """For each quantizer, its accuracy against `none` and where its scales come from."""
         texts = windows(run.data, loaded.tokenizer, self.documents, self.tokens_per_document, run.engine.seed)
         single = engines.single_document(run.engine, self.tokens_per_document)
         provided: list[tuple[ScaleFile | None, str | None]] = []
@@ -117,7 +119,7 @@ class Recommend(Experiment):
             ]
 
     def misses(self, row: dict[str, Any]) -> list[str]:
-        """Which limits the row does not keep, in words."""
+        """The limits that the row does not keep, in words."""
         kl, speed = row["accuracy"]["kl_divergence"], row["speed"]
         out = [f"KL {kl:.4g} is above {self.quality.kl:g}"] if kl > self.quality.kl else []
         for name, key, limit in (("TTFT", "ttft_s", self.slo.ttft), ("TPOT", "tpot_s", self.slo.tpot)):
@@ -157,14 +159,15 @@ class Recommend(Experiment):
 
 
 def _best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The most accurate of those that are as fast as the fastest."""
+    """The most accurate of the rows that count as equally fast as the fastest."""
     fastest = max(row["speed"]["output_tokens_per_s"] for row in rows)
     near = [row for row in rows if row["speed"]["output_tokens_per_s"] >= (1 - _AS_FAST) * fastest]
     return min(near, key=lambda row: (row["accuracy"]["kl_divergence"], -row["speed"]["output_tokens_per_s"]))
 
 
 def choose(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of those that keep all limits the fastest (of those as fast, the most accurate), the next one, and why in two sentences."""
+    """The choice, the runner-up and the reason in two sentences. Among the rows that keep all limits, the fastest is chosen;
+    among those that count as equally fast, the most accurate."""
     kept = [row for row in rows if not row["misses"]]
     if not kept:
         near = min(rows, key=lambda r: (len(r["misses"]), -r["speed"]["output_tokens_per_s"]))
@@ -186,10 +189,10 @@ def choose(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"choice": first["label"], "runner_up": second and second["label"], "reason": reason}
 
 
-def vllm_flags(quantizer: str, block_size: int, plan: Demand, config: EngineConfig) -> str:
-    """The nearest flags, or the statement that there are none."""
+def vllm_flags(quantizer: str, block_size: int, demand: Demand, config: EngineConfig) -> str:
+    """The vLLM flags that come nearest to these settings, or a sentence that says that there are none."""
     if quantizer not in _VLLM:
         return f"no KV cache dtype that does what {quantizer} does"
     caching = "--enable-prefix-caching" if config.cache.enable_prefix_caching else "--no-enable-prefix-caching"
-    limits = f"--max-model-len {plan.context} --max-num-seqs {plan.concurrency}"
+    limits = f"--max-model-len {demand.context} --max-num-seqs {demand.concurrency}"
     return f"--kv-cache-dtype {_VLLM[quantizer]} --block-size {block_size} {limits} {caching}"

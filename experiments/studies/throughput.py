@@ -1,7 +1,7 @@
-"""Tokens/s, memory use and waiting under load: contiguous, paged, paged with prefix cache, and quantizers on top.
+"""Measures tokens/s, memory use and waiting under load: contiguous, paged, paged with a prefix cache, and that with quantizers.
 
-Takes: a workload. Gives: one row per policy, all with the same pool in bytes; and how the gain of paging moves with the size
-of the pool and the longest request allowed.
+Takes: a workload. Gives: one row per policy, all with a pool of equally many bytes; and how the gain of paging depends on the
+size of the pool and on the longest request allowed.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,8 +22,8 @@ from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.simulation import SimulatedModel
 from qkv.validate import parse_bytes, require
 
-_TRIES = 6  # runs of the simulator to find a pool size
-_CLOSE = 0.01  # how close to the wanted utilization is close enough
+_TRIES = 6  # the simulator runs at most so often to find a pool size
+_CLOSE = 0.01  # a utilization that differs by no more than this from the wanted one is close enough
 
 
 @EXPERIMENTS.register("throughput")
@@ -31,10 +31,10 @@ _CLOSE = 0.01  # how close to the wanted utilization is close enough
 class Throughput(Experiment):
     """quantizers: names or {name: ..., field: value}, each on the paged pool with prefix cache; null: the configured one.
 
-    pool_tokens: size of the pool, in tokens stored unquantized; null: such that `none` on a paged pool without prefix cache
-    uses `utilization` of it on average, found by simulating on `device`, and no more than the device holds beside the
-    weights and `reserve` (null: a tenth of its memory). surface_pools, surface_lengths: pool sizes in tokens and longest
-    requests for which contiguous and paged are compared too, in the simulator.
+    pool_tokens: size of the pool, in tokens that are stored unquantized. null: the size of which `none` on a paged pool without
+    prefix cache uses the share `utilization` on average, found by simulating on `device`, but no more than the device holds
+    beside the weights and `reserve` (null: a tenth of its memory). surface_pools, surface_lengths: pool sizes in tokens, and
+    lengths of the longest request, for which contiguous and paged are also compared in the simulator.
     """
 
     runners = ("model", "simulated")
@@ -87,7 +87,7 @@ class Throughput(Experiment):
         return cases
 
     def _pool(self, run: Run, config: EngineConfig) -> dict[str, Any]:
-        """The pool in bytes, by the rule that the class states, with the numbers behind it."""
+        """The size of the pool by the rule in the class's docstring, in tokens and bytes, with the numbers behind it."""
         dims, size = dimensions(config.model), block_size_of(config)
         block = bytes_per_block(dims, config.model.dtype, "none", size)
         wanted = None
@@ -143,7 +143,7 @@ class Throughput(Experiment):
         bars(run.folder / "throughput.png", [r["label"] for r in rows], panels, f"{name}, {where}")
 
     def _surface(self, run: Run, config: EngineConfig, per_token: float) -> None:
-        """Paged over contiguous, by pool size and longest request, in the simulator."""
+        """The gain of paged over contiguous in the simulator, by pool size and longest request."""
         model: Model = SimulatedModel.of(config.model)
         config = replace(config, runner=replace(config.runner, name="simulated"))
         size, shared, ratios = block_size_of(config), run.workload.prefix_tokens, dict[tuple[int, int], float]()

@@ -1,6 +1,6 @@
-"""How far the simulator is from this machine: fit its device on a few real steps, then predict a workload and run it.
+"""How far is the simulator from this machine? Fits its device to a few real steps, then predicts a workload and runs it.
 
-Takes: a model, a workload. Gives: fitted constants in the record, and one row for real and one simulated, with the errors.
+Takes: a model, a workload. Gives: the fitted constants in the record, a real and a simulated row, and the errors between them.
 """
 
 from collections import Counter
@@ -23,8 +23,8 @@ from qkv.simulation.cost import StepCost
 from qkv.types import SamplingParams, StepPlan
 from qkv.validate import require
 
-_ROUNDS = 12  # of choosing the longer side of each pair and solving again
-_OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)  # tried
+_ROUNDS = 12  # so often the fit decides which term of each pair is longer, and solves again
+_OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)  # the values of `overlap` that the fit tries
 _REPORTED = {
     "output tokens/s": ("output_tokens_per_s", None),
     "TTFT mean, s": ("ttft_s", "mean"),
@@ -34,7 +34,7 @@ _REPORTED = {
 
 @dataclass(frozen=True)
 class Step:
-    """What one real step did, and its seconds."""
+    """What one real step did, in the terms of StepCost.seconds, and how long it took."""
 
     decodes: int
     keys: int
@@ -50,7 +50,8 @@ class Step:
 @EXPERIMENTS.register("validate")
 @dataclass
 class Validate(Experiment):
-    """steps: decode steps per point of the fit. batches, contexts: its grid, requests at once and tokens each.
+    """batches, contexts: the grid of the fit, in requests at once and tokens each. steps: how many decode steps are timed at each
+    point of it.
 
     write: a file to write the fitted device to, as a YAML for conf/device.
     """
@@ -95,7 +96,7 @@ class Validate(Experiment):
                 file.write(text)
 
     def _real_steps(self, run: Run, loaded: LoadedModel, config: EngineConfig) -> list[Step]:
-        """Timed steps: prefills of several lengths, then decodes, for every batch and context; and both in one step."""
+        """Time real steps: for every batch and context, prefills of several lengths, then decodes; and steps that do both."""
         budget = config.scheduler
         batches = self.batches or sorted({1, 4, 16, min(48, budget.max_num_seqs)})
         contexts = self.contexts or [32, 256, 1024]
@@ -113,9 +114,11 @@ class Validate(Experiment):
 
 
 def _timed(engine: Engine, batch: int, context: int, steps: int, joining: list[int]) -> list[Step]:
-    """The steps of `batch` prompts of `context` tokens, while which prompts of the lengths `joining` come, one at a time.
+    """The steps in which `batch` prompts of `context` tokens are read and continued. While they decode, prompts of the lengths
+    `joining` come, one at a time.
 
-    Seconds are from the end of the step before, so that planning and bookkeeping count; without one, the forward's own.
+    A step's seconds count from the end of the step before, so that they include planning and bookkeeping; the first step's are
+    those of its forward alone.
     """
     engine.reset_prefix_cache()
     vocab, found, last = engine.intake.vocab_size, list[Step](), None
@@ -150,18 +153,22 @@ def _timed(engine: Engine, batch: int, context: int, steps: int, joining: list[i
 
 
 def fit(config: EngineConfig, steps: list[Step], bandwidth: float) -> DeviceConfig:
-    """The device whose step costs are nearest, by the median relative errors of decodes, prefills and both.
+    """The device whose step costs come nearest to the measured steps, by the median relative errors of decodes, of prefills and
+    of steps that do both.
 
-    bandwidth: at which this machine reads memory, bytes/s."""
+    bandwidth: bytes/s at which this machine reads memory."""
     dims = dimensions(config.model)
     fits = [_fit(config, dims, steps, bandwidth, overlap) for overlap in _OVERLAPS]
     return min(fits, key=lambda device: sum(_errors(config, dims, device, steps).values()))
 
 
 def _fit(config: EngineConfig, dims: Dimensions, steps: list[Step], bandwidth: float, overlap: float) -> DeviceConfig:
-    """The cost is linear in 1/flops, 1/attention_flops, 1/kv_bandwidth and the overhead once it is known which side of each
-    pair is the longer one; so: guess, solve, look again. Each kind of step counts alike, and each step by the relative
-    error it is left with, so that single disturbed ones do not matter."""
+    """The best device for one `overlap`. Once it is known which term of each pair in StepCost is the longer one, the cost is
+    linear in 1/flops, 1/attention_flops, 1/kv_bandwidth and the overhead. So the fit guesses, solves, looks which terms are
+    longer then, and solves again. All kinds of steps have equal weight. Steps that are left with a large relative error weigh
+    less the next time, so that a few disturbed steps do not matter."""
+    from scipy.optimize import nnls  # here: it takes long to import, and every command imports every study
+
     device = replace(config.device, name="cpu", bandwidth=bandwidth, overlap=overlap)
     counts = Counter(step.kind for step in steps)
     share = np.array([counts[step.kind] ** -0.5 for step in steps])
@@ -173,7 +180,8 @@ def _fit(config: EngineConfig, dims: Dimensions, steps: list[Step], bandwidth: f
         targets = measured - terms[:, 0]
         weights = share * trust / measured
         matrix = terms[:, 1:] * weights[:, None]
-        found = _nonnegative(matrix, targets * weights)
+        scale = np.maximum(np.abs(matrix).max(0), 1e-30)
+        found = nnls(matrix / scale, targets * weights)[0] / scale
         overhead, per_operation, per_byte, per_pair = (float(v) for v in found)
         device = replace(
             device,
@@ -188,7 +196,7 @@ def _fit(config: EngineConfig, dims: Dimensions, steps: list[Step], bandwidth: f
 
 
 def _terms(cost: StepCost, step: Step) -> list[float]:
-    """[seconds that are known, factors of overhead, 1/flops, 1/kv_bandwidth, 1/attention_flops] of the step's cost."""
+    """The step's cost as a sum: [known seconds, and the factors of overhead, 1/flops, 1/kv_bandwidth and 1/attention_flops]."""
     device = cost.device
     tokens = step.decodes + sum(b - a for a, b in step.chunks)
     known, work = cost.weight_bytes / device.bandwidth, 2.0 * (cost.body * tokens + cost.head * step.rows)
@@ -204,26 +212,13 @@ def _terms(cost: StepCost, step: Step) -> list[float]:
     return terms
 
 
-def _nonnegative(matrix: Any, targets: Any) -> Any:
-    """Least squares without negative results: what comes out negative is held at 0 and the rest solved again."""
-    scale = np.maximum(np.abs(matrix).max(0), 1e-30)
-    kept, found = list(range(matrix.shape[1])), np.zeros(matrix.shape[1])
-    while kept:
-        solved = np.linalg.lstsq(matrix[:, kept] / scale[kept], targets, rcond=None)[0] / scale[kept]
-        if solved.min() >= 0:
-            found[kept] = solved
-            break
-        kept.pop(int(solved.argmin()))
-    return found
-
-
 def _cost(config: EngineConfig, dims: Dimensions, device: DeviceConfig) -> StepCost:
     itemsize = getattr(torch, config.model.dtype).itemsize
     return StepCost.of(device, dims, itemsize, 2 * dims.kv_heads * dims.head_dim * dims.layers * itemsize)
 
 
 def _errors(config: EngineConfig, dims: Dimensions, device: DeviceConfig, steps: list[Step]) -> dict[str, float]:
-    """Median relative error of the steps, by kind."""
+    """The median relative error of the steps, by kind of step."""
     cost, found = _cost(config, dims, device), dict[str, list[float]]()
     for step in steps:
         seconds = cost.seconds(step.decodes, step.keys, step.chunks, step.rows)
@@ -232,7 +227,7 @@ def _errors(config: EngineConfig, dims: Dimensions, device: DeviceConfig, steps:
 
 
 def _read_bandwidth() -> float:
-    """Bytes/s at which this machine sums a tensor that no cache holds."""
+    """Bytes/s at which this machine sums a tensor that is too large for its caches."""
     import time
 
     data = torch.ones(64 * 2**20)

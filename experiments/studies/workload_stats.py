@@ -1,7 +1,7 @@
-"""What a workload is like: percentiles of its lengths, and how much of its prompts a prefix cache could find.
+"""Describes a workload: percentiles of its lengths, and how much of its prompts a prefix cache could find.
 
-Takes: a workload. Gives: one row, a table, advice. No model, no engine; what follows an answer in a conversation is not known
-here, so conversations count with their first turns.
+Takes: a workload. Gives: one row, a table, advice. Runs no model and no engine, so answers are unknown, and conversations count
+with their first turns only.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from experiments.harness.workload import Arrival, Traffic
 from qkv.cache.prefix import PrefixHasher
 from qkv.validate import require
 
-WORTH = 0.2  # share of repeated prompt tokens from which prefix caching pays
+WORTH = 0.2  # prefix caching pays where at least this share of the prompt tokens is repeated
 _VOCAB = 32_000
 _PERCENTILES = (1, 50, 90, 99)
 
@@ -24,7 +24,7 @@ _PERCENTILES = (1, 50, 90, 99)
 @EXPERIMENTS.register("workload_stats")
 @dataclass
 class WorkloadStats(Experiment):
-    """requests: looked at, at most. block_size: tokens that are shared together or not at all."""
+    """requests: the most that are looked at. block_size: so many tokens are shared together or not at all."""
 
     runners = ("model", "simulated")
 
@@ -48,7 +48,7 @@ class WorkloadStats(Experiment):
 
 
 def stats(requests: list[Arrival], block_size: int) -> dict[str, Any]:
-    """Lengths, the share of prompt tokens that an endless prefix cache would find, and advice."""
+    """Lengths, the share of prompt tokens that a prefix cache of unlimited size would find, and advice."""
     hasher, seen, repeated = PrefixHasher("xxh3_128", block_size, ["stats"]), set[bytes](), 0
     for request in requests:
         chain: list[bytes] = []

@@ -1,9 +1,9 @@
-"""Your own JSON lines as an lm-eval task: multiple choice, question and reference, or plain text for perplexity.
+"""Makes an lm-eval task of your own JSON lines: multiple choice, question and reference, or plain text for perplexity.
 
     lm-eval --include_path conf/tasks --tasks custom --metadata '{"custom": {"path": "mine.jsonl"}}' ...
 
-Takes: a file of which every line has one of the three sets of keys in KINDS, all lines the same. Gives: a task.
-A line that cannot be used ends the run with its number: scores of half a file are not the file's scores.
+Takes: a file in which all lines have the same one of the three sets of keys in KINDS. Gives: a task. A line that cannot be used
+ends the run with a message that has its number, because the scores of half a file are not the file's scores.
 Does not know about: models.
 """
 
@@ -17,7 +17,7 @@ from lm_eval.api.task import ConfigurableTask
 from experiments.tasks.text import test_split
 from qkv.errors import ConfigError
 
-_SHOWN = 5  # bad lines in one message
+_SHOWN = 5  # one message names at most so many bad lines
 _MEAN: dict[str, Any] = {"aggregation": "mean", "higher_is_better": True}
 KINDS: dict[str, tuple[str, ...]] = {
     "choice": ("question", "choices", "answer"),
@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 class Custom(ConfigurableTask):
-    """`task: custom` of conf/tasks/custom.yaml. config: what lm-eval read there, with `metadata.custom.path`."""
+    """The task of conf/tasks/custom.yaml (`task: custom`). config: what lm-eval read there, with `metadata.custom.path`."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         settings = (config.get("metadata") or {}).get("custom") or {}
@@ -39,7 +39,7 @@ class Custom(ConfigurableTask):
 
 
 def read(path: Path) -> tuple[str, list[dict[str, Any]]]:
-    """The kind of the file's lines, and the lines. Blank lines are skipped. Raises ConfigError naming every unusable line."""
+    """The kind of the file's lines, and the lines. Blank lines are skipped. Raises ConfigError that names the unusable lines."""
     path = path.expanduser()
     if not path.is_file():
         raise ConfigError(f"task.custom.path: '{path}' is not a file")
@@ -67,7 +67,7 @@ def read(path: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _row(line: bytes) -> tuple[str, dict[str, Any]]:
-    """Kind and columns of one line. Raises ValueError, worded to follow 'line 7'."""
+    """The kind and the columns of one line. Raises ValueError, with a text that continues 'line 7'."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -91,7 +91,7 @@ def _row(line: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def score(doc: Mapping[str, str], results: list[str]) -> dict[str, float]:
-    """exact: answer and reference are equal but for surrounding space. contains: the reference is somewhere in the answer."""
+    """The scores of an answer. exact: it equals the reference but for surrounding space. contains: the reference is in it."""
     answer, reference = results[0].strip(), doc["reference"].strip()
     return {"exact": float(answer == reference), "contains": float(reference in answer)}
 
@@ -107,7 +107,8 @@ def _choice(_rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _prompt(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Answers end at a line's end, unless a reference has several lines; they may be as long as twice the longest reference."""
+    """How documents of question and reference are asked. An answer ends where its line ends, unless a reference has several
+    lines, and may be twice as long as the longest reference."""
     references = [row["reference"].strip() for row in rows]
     return {
         "output_type": "generate_until",

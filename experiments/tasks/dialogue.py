@@ -1,8 +1,8 @@
-"""A conversation of many turns, in which the customer says four things about themselves and is asked for them at the end.
+"""A conversation of many turns in which a customer says four things about themselves, and is asked for one of them at the end.
 
-Takes: lm-eval's metadata. Gives: documents; four questions share one conversation, and with it nearly all of the prompt. The
-turns between are a bank's documents, in question and answer. Earlier answers are given, not generated, so that every quantizer
-reads the same text. Does not know about: models.
+Takes: lm-eval's metadata. Gives: documents. Four of them, one for each thing, share a conversation, and so nearly all of the
+prompt. The turns between the four things are a bank's documents, as questions and answers. Earlier answers are given, not
+generated, so that every quantizer reads the same text. Does not know about: models.
 """
 
 import random
@@ -31,7 +31,8 @@ _QUESTIONS = {
 
 
 def conversation(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """`transcript` up to the beginning of the last answer, and the `value` it asks for. `turns` between two facts (2)."""
+    """Documents of a `transcript`, which ends where the last answer begins, and the `value` that answer should have. turns: how
+    many turns are between two facts (2)."""
     samples, turns = setting(metadata, "samples", SAMPLES), setting(metadata, "turns", 2, 0)
     chooser, filler = random.Random(SEED), _filler()
     rows: list[dict[str, str]] = []
@@ -56,7 +57,7 @@ def conversation(**metadata: Any) -> dict[str, datasets.Dataset]:
 
 
 def _filler() -> list[tuple[str, str]]:
-    """(topic, a sentence about it) of the bank's documents."""
+    """Pairs of a topic and a sentence about it, from the bank's documents."""
     pairs = []
     for text in documents("banking"):
         title, _, content = text.removeprefix("# ").removeprefix("Internal: ").partition(" ## ")
@@ -68,5 +69,5 @@ def _filler() -> list[tuple[str, str]]:
 
 
 def score(doc: Mapping[str, str], results: list[str]) -> dict[str, float]:
-    """right: the answer begins with the value."""
+    """The score of an answer. right: it begins with the value."""
     return {"right": float(results[0].strip().lower().startswith(doc["value"].lower()))}

@@ -18,7 +18,7 @@ _WORD = re.compile(r"[a-z]{4,}")
 
 
 def long_text(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """`page`: pieces of `chars` characters (4,000: about 900 tokens) of one document each, `samples` of them."""
+    """Documents of a `page`: `samples` pieces of `chars` characters (4,000, which are about 900 tokens), each from one text."""
     chars = setting(metadata, "chars", 4_000, 100)
     pages = [text[i : i + chars] for text in documents(*_SOURCES) for i in range(0, len(text) - chars + 1, chars)]
     random.Random(SEED).shuffle(pages)
@@ -26,9 +26,10 @@ def long_text(**metadata: Any) -> dict[str, datasets.Dataset]:
 
 
 def next_passage(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """`context`, four `choices` and the index `answer`: which sentence comes next, the others being from other documents.
+    """Documents of a `context`, four `choices` and the index `answer` of the sentence that comes next. The other three choices
+    are from other texts.
 
-    The context is whole sentences, at least `chars` characters of them (600); all four choices have 60 to 200 characters.
+    The context is whole sentences of at least `chars` characters together (600); all choices have 60 to 200 characters.
     """
     chars, samples = setting(metadata, "chars", 600), setting(metadata, "samples", SAMPLES)
     found = _spread(samples, lambda text: _passages(sentences(text), chars))
@@ -42,16 +43,17 @@ def next_passage(**metadata: Any) -> dict[str, datasets.Dataset]:
 
 
 def last_word(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """`context` and the `word` it ends in, which occurs earlier in the context too: it can be known from reading, as in LAMBADA.
+    """Documents of a `context` and the `word` that follows it. The word also occurs earlier in the context, so that reading is
+    enough to know it, as in LAMBADA.
 
-    Context and word have at least `chars` characters (600); the word is not among the last 15 before it.
+    Context and word have at least `chars` characters (600); the word is not among the last 15 of the context.
     """
     chars, samples = setting(metadata, "chars", 600), setting(metadata, "samples", SAMPLES)
     return test_split([{"context": c, "word": w} for c, w in _spread(samples, lambda text: _ending(sentences(text), chars))])
 
 
 def _spread(samples: int, find: Any) -> list[tuple[str, str]]:
-    """The first finding of every document, then the second of every document, and so on: few documents are used twice."""
+    """The first finding of every text, then the second of every text, and so on, so that few texts are used twice."""
     left: list[Iterator[tuple[str, str]]] = [find(text) for text in documents(*_SOURCES)]
     found: list[tuple[str, str]] = []
     while left and len(found) < samples:
@@ -62,7 +64,7 @@ def _spread(samples: int, find: Any) -> list[tuple[str, str]]:
 
 
 def _passages(parts: list[str], chars: int) -> Iterator[tuple[str, str]]:
-    """(context, the sentence after it), without overlap."""
+    """Pairs of a context and the sentence after it; no two of them overlap."""
     start = 0
     for i, part in enumerate(parts):
         context = " ".join(parts[start:i])

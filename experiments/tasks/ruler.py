@@ -1,8 +1,9 @@
-"""RULER's synthetic tasks at chosen lengths, without a network: lm-eval's generators, called with what needs none.
+"""RULER's synthetic tasks at chosen lengths, made by lm-eval's generators without a network.
 
 Takes: lm-eval's metadata (a tokenizer's name or the model's, lengths, samples). Gives: lm-eval's own documents.
-What differs from lm-eval's tasks of the same names: lengths other than its six are allowed and scored as one number, 200 samples
-instead of 500, the same samples whatever was generated before, and no download of a sentence splitter that they do not use.
+Four things differ from lm-eval's tasks of the same names. Other lengths than its six are allowed, and all are scored as one
+number. There are 200 samples, not 500. Samples do not depend on what was generated before. A sentence splitter that these tasks
+do not use is not downloaded.
 
 Source: Hsieh et al., RULER (arXiv 2404.06654), as in lm_eval/tasks/ruler.
 """
@@ -24,21 +25,21 @@ from qkv.errors import ConfigError, ModelError
 from qkv.models import load_model
 
 _LENGTHS = (1024,)
-_LEAST = 768  # shorter ones do not hold vt's worked example, or make lm-eval's generators search for ever
+_LEAST = 768  # shorter documents cannot hold vt's worked example, or make lm-eval's generators search for ever
 
 
 def niah_single_1(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """One number hidden between repeated sentences."""
+    """A number is hidden between repeated sentences."""
     return _needles("repeat", metadata)
 
 
 def niah_multikey_2(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """One number hidden between sentences that hide others."""
+    """A number is hidden between sentences that hide other numbers."""
     return _needles("needle", metadata)
 
 
 def vt(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """All variables that a chain of assignments gives the same value."""
+    """The answer is all variables to which a chain of assignments gives the same value."""
 
     def rows(tokenizer: Any, length: int, samples: int) -> list[dict[str, Any]]:
         module = _module("vt_utils")
@@ -53,7 +54,7 @@ def vt(**metadata: Any) -> dict[str, datasets.Dataset]:
 
 
 def cwe(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """The ten most common words of a list."""
+    """The answer is the ten most common words of a list."""
 
     def rows(tokenizer: Any, length: int, samples: int) -> list[dict[str, Any]]:
         module = _module("cwe_utils")
@@ -64,7 +65,8 @@ def cwe(**metadata: Any) -> dict[str, datasets.Dataset]:
 
 
 def fwe(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """The three most frequent words of a coded text. Its generator leaves no room for the answer, so it is asked for less."""
+    """The answer is the three most frequent words of a coded text. The generator leaves no room for an answer, so it is asked for
+    shorter documents."""
 
     def rows(tokenizer: Any, length: int, samples: int) -> list[dict[str, Any]]:
         module = _module("fwe_utils")
@@ -108,7 +110,7 @@ def _build(rows: Callable[[Any, int, int], list[dict[str, Any]]], metadata: Mapp
 
 
 def _tokenizer(metadata: Mapping[str, Any]) -> Any:
-    """Of the model being evaluated, from lm-eval's model arguments. Raises ConfigError."""
+    """The tokenizer of the model that is evaluated, found by lm-eval's model arguments. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     name = next((metadata[key] for key in ("tokenizer", "pretrained", "model") if metadata.get(key)), None)
@@ -136,7 +138,7 @@ def _module(name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet_and_seeded() -> Iterator[None]:
-    """lm-eval's generators draw from the global generators and print what they try."""
+    """Seed the global random generators, from which lm-eval's generators draw, and hide what they print."""
     state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(SEED)
     np.random.seed(SEED)

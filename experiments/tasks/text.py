@@ -1,6 +1,6 @@
-"""Prose to build tasks from, out of installed packages, and what all builders share.
+"""Prose from installed packages to build tasks from, and what all builders of tasks share.
 
-Takes: a named source of calibration/sources. Gives: documents of clean sentences, as lists. Does not know about: tasks.
+Takes: names of data sources. Gives: documents of clean sentences, as lists. Does not know about: tasks.
 """
 
 import random
@@ -14,7 +14,7 @@ import datasets
 from calibration.text.data import DATA
 from qkv.errors import ConfigError
 
-SAMPLES = 200  # per task, where nothing else is asked for
+SAMPLES = 200  # per task, unless another number is asked for
 SEED = 1234
 _SENTENCE_END = re.compile(r"(?<=[.!?]) +")
 
@@ -29,7 +29,7 @@ def documents(*names: str) -> tuple[str, ...]:
 
 
 def sentences(text: str) -> list[str]:
-    """Split at spaces behind a full stop, question or exclamation mark."""
+    """The text's sentences, cut at spaces after a full stop, question mark or exclamation mark."""
     return _SENTENCE_END.split(text)
 
 
@@ -42,5 +42,5 @@ def setting(metadata: Mapping[str, Any], key: str, default: int, least: int = 1)
 
 
 def test_split(rows: Sequence[Mapping[str, Any]]) -> dict[str, datasets.Dataset]:
-    """What lm-eval expects of `custom_dataset`."""
+    """The documents in the form that lm-eval expects of a `custom_dataset`."""
     return {"test": datasets.Dataset.from_list([dict(row) for row in rows], split=datasets.Split.TEST)}

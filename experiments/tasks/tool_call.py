@@ -41,7 +41,7 @@ _OPENING = "Turn each request into one tool call, written as JSON.\n\n"
 
 
 def requests(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """`prompt` with `shots` worked requests per tool (2), and the right `call` as JSON."""
+    """Documents of a `prompt`, with `shots` worked requests per tool (2), and the right `call` as JSON."""
     chooser, shots = random.Random(SEED), setting(metadata, "shots", 2)
     rows = []
     for _ in range(setting(metadata, "samples", SAMPLES)):
@@ -72,7 +72,8 @@ def _example(tool: str, chooser: random.Random) -> tuple[str, str]:
 
 
 def score(doc: Mapping[str, str], results: list[str]) -> dict[str, float]:
-    """parses: the answer's first line is a JSON object. tool: and names the right tool. call: and every argument is right."""
+    """The scores of an answer. parses: its first line is a JSON object. tool: which also names the right tool. call: and in which
+    every argument is right."""
     right = json.loads(doc["call"])
     line = (results[0].strip().splitlines() or [""])[0]
     try:

@@ -11,13 +11,19 @@ import torch
 
 Side = Literal["k", "v"]  # whatever is stored, encoded or decoded has one
 SIDES: tuple[Side, Side] = ("k", "v")
+Reading = Literal["affine", "quantizer"]
 ScaleKind = Literal["none", "tensor", "head", "channel", "token", "token_group", "block_channel"]
 STATIC_SCALES = ("tensor", "head", "channel")  # parameters of the quantizer, not of the pool
+UNFUSED = "its codes are read by the quantizer's own decode, in Python, which only the reference backend does"
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """An affine storage format: value = (code - zero) * scale, or the raw value where scale is "none" and bits >= 16.
+    """A storage format of K or V: what the pool holds for a row, and how that becomes values again.
+
+    reading "affine": value = (code - zero) * scale, or the raw value where scale is "none" and bits >= 16. Kernels do it.
+    reading "quantizer": the value is what the quantizer's own decode makes of codes, scales and zeros, whatever these mean to it.
+        The reference backend calls it for every stored row that attention reads; fused kernels refuse such a format.
 
     bits: payload bits per element; 4, 3 and 2 bits are packed into uint8 rows as reference/packing.py says. 64 stores
         float64 models raw.
@@ -31,7 +37,7 @@ class KVFormat:
         request; a query sees its own block and the tail_blocks before it raw, and all earlier blocks quantized.
     tail_blocks: most recent whole blocks kept raw besides the open one (block unit).
     sink_tokens: first tokens of a sequence that are also kept raw, and read raw by every query.
-    rotate: block-diagonal Hadamard over the largest power of two dividing D, before encoding.
+    rotate: block-diagonal Hadamard over the largest power of two dividing D, before encoding (reading "affine").
 
     Raises ValueError for combinations that make no sense.
     """
@@ -46,6 +52,7 @@ class KVFormat:
     tail_blocks: int = 0
     rotate: bool = False
     sink_tokens: int = 0
+    reading: Reading = "affine"
 
     def __post_init__(self) -> None:
         if (self.group is not None) != (self.scale == "token_group"):
@@ -56,6 +63,11 @@ class KVFormat:
             raise ValueError("rotation mixes channels, so static per-channel scales do not fit a rotated format")
         if self.bits >= 16 and (self.scale != "none" or self.zero != "none"):
             raise ValueError(f"a {self.bits}-bit format is stored raw: scale and zero must be 'none'")
+        if self.reading == "quantizer" and (self.scale in STATIC_SCALES or self.rotate or self.raw):
+            raise ValueError(
+                f"reading='quantizer' goes with codes of 8 bits or fewer, no rotate and no static scale (got {self.bits} bits, "
+                f"rotate={self.rotate}, scale='{self.scale}'): such a quantizer rotates, and keeps its static tensors, itself"
+            )
 
     @property
     def raw(self) -> bool:
@@ -94,11 +106,6 @@ class KVFormat:
     def tail_rows(self, B: int) -> int:
         """Raw rows of every request's tail: the open block and tail_blocks more; 0 for token-unit formats."""
         return (self.tail_blocks + 1) * B if self.unit == "block" else 0
-
-    def static_bytes(self, H: int, D: int) -> int:
-        """Bytes of the static scales and zeros of one layer's H heads; 0 where scales live in the pool or are absent."""
-        shared = {"tensor": 1, "head": H, "channel": H * D}.get(self.scale, 0)
-        return shared * (1 + (self.zero != "none")) * self.scale_dtype.itemsize
 
     def effective_bits(self, B: int, D: int) -> float:
         """Marginal bits per element of a full block, scales and zeros included."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 
 from qkv.layout import SIDES, AttentionMetadata, HeadFormat, KVFormat, LayerShape
+from qkv.policies.quantizer._check import check_codes
 from qkv.registry import Registry
 
 if TYPE_CHECKING:
@@ -48,9 +49,17 @@ class AttentionBackend(ABC):
         """
         return None
 
-    @abstractmethod
     def bind(self, store: "KVStore", quantizer: "Quantizer", layers: list[LayerShape], reads: Reads, deterministic: bool) -> None:
-        """The engine calls it once, after it has allocated the pool (`store`) and bound the quantizer to the same layers."""
+        """The engine calls it once, after it has allocated the pool (`store`) and bound the quantizer to the same layers.
+
+        Afterwards self._planes[layer] are the head ranges with their static parameters. Raises ConfigError for a quantizer whose
+        encode or decode is not what its formats say.
+        """
+        check_codes(quantizer, layers, store.block_size, store.device)
+        self._quantizer, self._layers = quantizer, layers
+        self._planes = [
+            [p.with_statics(s) for p, s in zip(store.planes(i), quantizer.statics(i), strict=True)] for i in range(len(layers))
+        ]
 
     @abstractmethod
     def attend(

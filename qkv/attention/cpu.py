@@ -35,7 +35,7 @@ class _Range(NamedTuple):
 @BACKENDS.register("cpu")
 @dataclass
 class CpuBackend(AttentionBackend):
-    """Store and attend in one operator, on torch's threads. Every format. Compiled on first use; declines without a compiler."""
+    """Store and attend in one operator, on torch's threads. Every affine format. Compiled on first use, or declined."""
 
     fused: ClassVar[bool] = True
     keeps_raw_rows: ClassVar[bool] = True
@@ -43,8 +43,10 @@ class CpuBackend(AttentionBackend):
     def supports(self, k: KVFormat, v: KVFormat, layer: LayerShape, B: int, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"the cpu kernels do not run on {device.type}"
-        if layer.Hq // layer.H > cpu.MAX_GROUP:
-            return f"the cpu kernels take at most {cpu.MAX_GROUP} query heads per kv head, not {layer.Hq // layer.H}"
+        if layer.Hq // layer.H > cpu.MAX_QUERIES_PER_KV_HEAD:
+            return (
+                f"the cpu kernels take at most {cpu.MAX_QUERIES_PER_KV_HEAD} query heads per kv head, not {layer.Hq // layer.H}"
+            )
         return cpu.refusal(k, layer.Dk) or cpu.refusal(v, layer.Dv)
 
     def declines(self, dtype: torch.dtype, reads: Reads, deterministic: bool) -> str | None:
@@ -57,12 +59,10 @@ class CpuBackend(AttentionBackend):
     def bind(self, store: "KVStore", quantizer: "Quantizer", layers: list[LayerShape], reads: Reads, deterministic: bool) -> None:
         if reason := self.declines(torch.float32, reads, deterministic):
             raise RuntimeError(reason)
-        self._quantizer, self._layers, self._deterministic = quantizer, layers, deterministic
+        super().bind(store, quantizer, layers, reads, deterministic)
+        self._deterministic = deterministic
         self._custom, self._isa = quantizer.encode_rule == "custom", cpu.instruction_set()
-        self._ranges = [
-            [_range(p.with_statics(s), la) for p, s in zip(store.planes(i), quantizer.statics(i), strict=True)]
-            for i, la in enumerate(layers)
-        ]
+        self._ranges = [[_range(p, la) for p in ranges] for ranges, la in zip(self._planes, layers, strict=True)]
         for plane in {t.data_ptr(): t for i in range(len(layers)) for p in store.planes(i) for t in p.tensors}.values():
             torch.ops.qkv_cpu.advise_huge(plane)
 

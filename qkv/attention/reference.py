@@ -1,4 +1,4 @@
-"""The reference backend: torch, unfused, runs every format its codec knows. What the other backends are compared with.
+"""The reference backend: torch, unfused, runs every format. What the other backends are compared with.
 
 Takes: Q, K, V of one layer. Gives: attention read from the pool. Does not know about: requests, scheduling, transformers.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from qkv.attention.base import BACKENDS, AttentionBackend, Reads
-from qkv.layout import SIDES, AttentionMetadata, Codes, KVFormat, LayerShape
+from qkv.layout import SIDES, AttentionMetadata, Codes, KVFormat, LayerShape, Side
 from qkv_kernels.reference import codec, tail
 from qkv_kernels.reference.append import append, append_blocks
 from qkv_kernels.reference.attend import Cohort, Rule, attend, cohorts
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @BACKENDS.register("reference")
 @dataclass
 class ReferenceBackend(AttentionBackend):
-    """The quantizer's own encode, a scatter, then paged attention that decodes by format."""
+    """The quantizer's own encode, a scatter, then paged attention that decodes by format, or by the quantizer's own decode."""
 
     fused: ClassVar[bool] = False
     keeps_raw_rows: ClassVar[bool] = True
@@ -35,10 +35,23 @@ class ReferenceBackend(AttentionBackend):
         return codec.refusal(k, layer.Dk) or codec.refusal(v, layer.Dv)
 
     def bind(self, store: "KVStore", quantizer: "Quantizer", layers: list[LayerShape], reads: Reads, deterministic: bool) -> None:
-        self._quantizer, self._layers, self._raw, self._deterministic = quantizer, layers, reads == "raw", deterministic
-        self._planes = [
-            [p.with_statics(s) for p, s in zip(store.planes(i), quantizer.statics(i), strict=True)] for i in range(len(layers))
-        ]
+        super().bind(store, quantizer, layers, reads, deterministic)
+        self._raw, self._deterministic = reads == "raw", deterministic
+        for layer, ranges in enumerate(self._planes):
+            for i, planes in enumerate(ranges):
+                ranges[i] = planes._replace(k=self._readable(planes.k, "k", layer, i), v=self._readable(planes.v, "v", layer, i))
+
+    def _readable(self, plane: Plane, side: Side, layer: int, range_index: int) -> Plane:
+        """The plane with the quantizer's decode, where its format says that the quantizer reads it."""
+        if plane.fmt.reading != "quantizer":
+            return plane
+
+        def decode(
+            codes: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None, dtype: torch.dtype
+        ) -> torch.Tensor:
+            return self._quantizer.decode(Codes(codes, scale, zero), side, layer, dtype, range_index)
+
+        return plane._replace(decode=decode)
 
     def attend(
         self,

@@ -66,11 +66,8 @@ class TritonBackend(AttentionBackend):
     def bind(self, store: "KVStore", quantizer: "Quantizer", layers: list[LayerShape], reads: Reads, deterministic: bool) -> None:
         from qkv_kernels.triton import tuning
 
-        self._quantizer, self._layers, self._custom = quantizer, layers, quantizer.encode_rule == "custom"
-        self._processors = tuning.processors(store.device)
-        self._planes = [
-            [p.with_statics(s) for p, s in zip(store.planes(i), quantizer.statics(i), strict=True)] for i in range(len(layers))
-        ]
+        super().bind(store, quantizer, layers, reads, deterministic)
+        self._custom, self._processors = quantizer.encode_rule == "custom", tuning.processors(store.device)
         if self._custom and any(p.k.tail is not None for ranges in self._planes for p in ranges):
             raise ConfigError(
                 f"quantizer {quantizer.name} encodes whole blocks in Python, which the triton backend runs for single tokens "

@@ -100,7 +100,8 @@ class BlockManager:
         if self._sinks is not None and request.sink_slot >= 0:
             self._sinks.give_back(request.blocks[0])
         request.tail_slot = request.sink_slot = -1
-        self.allocator.release(request.blocks[::-1])
+        if request.blocks:
+            self.allocator.release(request.blocks[::-1])
         request.blocks = []
 
     def _count_lookup(self, request: Request) -> None:
@@ -157,6 +158,22 @@ class BlockManager:
         """Give all blocks back and forget what was computed. The tokens stay."""
         self.release(request)
         request.num_computed = request.num_sealed = 0
+
+    def start_over(self, requests: Iterable[Request]) -> None:
+        """A policy failed half-way, so no count can be trusted: all pools are new, and these requests, which must be all that
+        hold anything, hold nothing. Calls no policy but to make and bind new ones."""
+        self.allocator = self.allocator.renewed()
+        self.host = HostPool(self.host.num_blocks)
+        self._tails = self._tails and TailSlots(self._tails.n)
+        self._sinks = self._sinks and SinkSlots(self._sinks.n)
+        for request in requests:
+            request.blocks, request.host_blocks = [], []
+            request.tail_slot = request.sink_slot = -1
+            request.num_computed = request.num_sealed = 0
+
+    def stop_swapping(self) -> None:
+        """Host memory cannot be had or used: whoever is preempted from now on is recomputed. Nobody is swapped out."""
+        self.host = HostPool(0)
 
     def drop(self, request: Request) -> None:
         """Preempt the request by recomputation: its blocks go back, and its tokens are prefilled again when it is admitted."""

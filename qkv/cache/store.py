@@ -43,6 +43,7 @@ class KVStore:
 
     formats: one list per layer, as Quantizer.formats() gives them. fingerprint: identity of what the bytes mean, beyond
     the layout. slots: raw tails (one per running request) and raw sinks, of raw_dtype, where formats have them.
+    static_bytes: what the quantizer's static tensors take; they are not here, but in the memory report.
     poison: fill all pages but the null block, and all slots, with NaN, to show that nothing reads what was not written.
     """
 
@@ -58,9 +59,10 @@ class KVStore:
         poison: bool = False,
         slots: int = 1,
         raw_dtype: torch.dtype = torch.float32,
+        static_bytes: int = 0,
     ) -> None:
         self.layers, self.formats = layers, formats
-        self.slots, self._raw_dtype = slots, raw_dtype
+        self.slots, self._raw_dtype, self.static_bytes = slots, raw_dtype, static_bytes
         self.num_blocks, self.block_size, self.device, self.host_blocks = num_blocks, block_size, device, host_blocks
         self._planes = [[self._allocate(layer, r) for r in ranges] for layer, ranges in zip(layers, formats, strict=True)]
         self._tensors = [t for ranges in self._planes for p in ranges for t in p.tensors]
@@ -153,21 +155,20 @@ class KVStore:
         tails and sinks; allocated_bytes is pool + static + tail.
         """
         B, N = self.block_size, self.num_blocks
-        codes = static = 0
+        codes = 0
         stored, elements = dict.fromkeys(SIDES, 0), dict.fromkeys(SIDES, 0)
         for layer, r in self._ranges():
             for side in SIDES:
                 fmt, H, D = r.of(side), len(r.heads), layer.dim(side)
-                static += fmt.static_bytes(H, D)
                 codes += B * H * fmt.packed_dim(D) * fmt.storage.itemsize
                 stored[side] += fmt.bytes_per_block(B, H, D)
                 elements[side] += B * H * D
         return {
             "pool_bytes": self.pool_bytes,
-            "static_bytes": static,
-            "scale_bytes": N * (self.block_bytes - codes) + static,
+            "static_bytes": self.static_bytes,
+            "scale_bytes": N * (self.block_bytes - codes) + self.static_bytes,
             "tail_bytes": self.raw_bytes,
-            "allocated_bytes": self.pool_bytes + static + self.raw_bytes,
+            "allocated_bytes": self.pool_bytes + self.static_bytes + self.raw_bytes,
             "kv_bytes_per_token": self.block_bytes / B,
             "effective_bits_k": 8 * stored["k"] / elements["k"],
             "effective_bits_v": 8 * stored["v"] / elements["v"],

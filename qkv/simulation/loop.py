@@ -24,13 +24,13 @@ class SimulatedLoop(Loop):
         self._simulated = cast(SimulatedRunner, parts.runner)
         self.jumps = jumps
 
-    def advance(self) -> list[Request]:
-        if self.jumps and self.intake.empty:
-            decoding = self.scheduler.decoding
-            steps = self.scheduler.quiet_steps(self._until_an_end(decoding))
-            if steps > 1:
-                return self._jump(decoding, steps)
-        return super().advance()
+    def _step(self, advanced: list[Request]) -> None:
+        decoding = self.scheduler.decoding if self.jumps else []
+        steps = self.scheduler.quiet_steps(self._until_an_end(decoding))
+        if steps > 1:
+            self._jump(decoding, steps, advanced)
+        else:
+            super()._step(advanced)
 
     def _until_an_end(self, decoding: list[Request]) -> int:
         """How many steps until the first of the requests reaches max_tokens; 0 where one of them may end earlier."""
@@ -42,7 +42,7 @@ class SimulatedLoop(Loop):
         """Whether a request with these parameters can only end by length and reports nothing per token."""
         return not (params.stop or params.stop_token_ids or params.logprobs is not None)
 
-    def _jump(self, decoding: list[Request], most: int) -> list[Request]:
+    def _jump(self, decoding: list[Request], most: int, advanced: list[Request]) -> None:
         """Take up to `most` decode steps of these requests; after the first, none that begins at or after the next arrival."""
         clock, cost, n = self._simulated.clock, self._simulated.cost, len(decoding)
         keys, pairs = sum(len(r.token_ids) for r in decoding), 0
@@ -64,8 +64,14 @@ class SimulatedLoop(Loop):
             recorder.decode_seconds += duration
         recorder.pairs_attended += pairs
         recorder.pairs_from_cache += pairs
-        self.scheduler.advance(seconds)
+        try:
+            self.scheduler.advance(seconds)
+        except Exception:  # from a policy: the one it was asked about will end, the others take these steps again
+            for request in decoding:
+                del request.token_ids[-steps:], request.token_times[-steps:]
+            raise
         for request in decoding:
             if len(request.token_ids) - request.prompt_len >= request.max_tokens:
-                self.finish(request, "length")
-        return decoding
+                self.finish(request, "length", advanced)
+            else:
+                advanced.append(request)

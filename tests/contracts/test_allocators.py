@@ -1,4 +1,4 @@
-"""Every registered allocator: all or nothing, nothing handed out twice, books that balance, hits that are what they claim."""
+"""Every registered allocator gives all blocks or none, none of them twice, counts them right, and finds only true prefixes."""
 
 import random
 from dataclasses import dataclass

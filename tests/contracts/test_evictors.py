@@ -1,4 +1,4 @@
-"""Every registered evictor, over random traces, against what the contract says."""
+"""Every registered evictor keeps its contract over random traces."""
 
 import pytest
 from hypothesis import given, settings
@@ -64,7 +64,7 @@ def test_removing_a_block_that_is_not_held_is_an_error(name: str) -> None:
 @settings(max_examples=20)
 @given(n=st.integers(1, 40))
 def test_a_long_trace_of_hits_does_not_grow_the_evictor(name: str, n: int) -> None:
-    """Lazy deletion must not keep an entry per hit for ever."""
+    """Entries that hits have replaced must not pile up in the heap."""
     evictor = EVICTORS.build(name)
     meta = BlockMeta(1, 0, 0, 0)
     evictor.add(meta)
@@ -84,7 +84,7 @@ def _order(name: str, metas: list[BlockMeta]) -> list[int]:
 
 
 def test_exact_order_of_each_built_in() -> None:
-    """Old and popular, new and unpopular, in between."""
+    """Three blocks: one old and popular, one new and unpopular, one in between."""
     metas = [
         BlockMeta(1, depth=0, born_step=1, last_step=50, hits=9),
         BlockMeta(2, depth=0, born_step=2, last_step=10, hits=0),

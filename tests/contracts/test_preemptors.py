@@ -1,4 +1,4 @@
-"""Every registered preemptor: deterministic, harmless, and honest about host memory."""
+"""Every registered preemptor is deterministic, changes nothing, and never swaps what the host pool cannot hold."""
 
 from dataclasses import asdict
 from typing import Any
@@ -84,7 +84,7 @@ def test_auto_goes_by_cost_once_both_rates_are_known() -> None:
 
 
 def test_smaller_blocks_move_the_break_even_towards_swap() -> None:
-    """Quantized blocks are cheaper to move: the same victim is recomputed at 32 bits and swapped at 8."""
+    """Quantized blocks are cheaper to copy, so the same victim is recomputed at 32 bits and swapped at 8."""
     auto = PREEMPTORS.build("auto")
     rates: dict[str, Any] = {"prefill_tokens_per_s": 1000.0, "copy_bytes_per_s": 1e6}
     assert auto.mode(_view(1024), 10_000, CostModel(16, block_bytes=16_000, **rates)) == "recompute"

@@ -1,6 +1,7 @@
 """The laws every registered quantizer keeps. Runs over the registry's names: a new quantizer needs no edit here."""
 
 import copy
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ every = pytest.mark.parametrize("name", NAMES)
 
 
 class Stored(NamedTuple):
-    """One side of one head range of a bound quantizer."""
+    """One side (K or V) of one head range of a bound quantizer."""
 
     quantizer: Quantizer
     layer: int
@@ -53,7 +54,7 @@ def everything_stored(q: Quantizer, layer: int = 1) -> list[Stored]:
 
 
 def k_error(q: Quantizer, x: torch.Tensor) -> torch.Tensor:
-    """What storing K of layer 0 changes."""
+    """The error that storing makes in K of layer 0."""
     return q.decode(q.encode(x, "k", 0), "k", 0, torch.float32) - x
 
 
@@ -90,12 +91,12 @@ def test_head_ranges_cover_the_layer_in_order(name: str) -> None:
 @every
 def test_allocated_bytes_equal_the_formula(name: str) -> None:
     q = bound(name, LAYERS)
-    store = KVStore(LAYERS, [q.formats(i) for i in range(len(LAYERS))], 5, B, CPU)
+    store = KVStore(LAYERS, [q.formats(i) for i in range(len(LAYERS))], 5, B, CPU, static_bytes=q.static_bytes())
     planes = [t for i in range(len(LAYERS)) for p in store.planes(i) for t in p.tensors]
-    statics = [t for i in range(len(LAYERS)) for s in q.statics(i) for t in (*s.k, *s.v) if t is not None]
     report = store.memory_report()
     assert report["pool_bytes"] == sum(t.nbytes for t in planes)
-    assert report["static_bytes"] == sum(t.nbytes for t in statics)
+    declared = [4 * math.prod(t.shape_in(layer)) for layer in LAYERS for t in q.static_tensors()]
+    assert report["static_bytes"] == sum(declared)
     assert report["allocated_bytes"] == report["pool_bytes"] + report["static_bytes"] + report["tail_bytes"]
     raw = [t for i in range(len(LAYERS)) for p in store.planes(i) for t in (*p.k.raw, *p.v.raw)]
     assert report["tail_bytes"] == sum(t.nbytes for t in raw)
@@ -131,23 +132,26 @@ def test_finite_in_finite_out_pure_and_row_by_row(name: str, data: st.DataObject
     """encode(x)[i] equals encode(x[i:i+1]) byte for byte: chunking, prefix hits and recomputation store the same bytes.
     Where x holds blocks, block by block."""
     for stored in everything_stored(bound(name, LAYERS)):
-        values = st.floats(-100, 100, width=32) | st.sampled_from([0.0, 1e-20, 3e4, -3e38])
+        elements = st.floats(-100, 100, width=32) | st.sampled_from([0.0, 1e-20, 3e4, -3e38])
         x = torch.from_numpy(
-            data.draw(hnp.arrays(np.float32, (*rows_of(stored.fmt), len(stored.heads), 64), elements=values, fill=values))
+            data.draw(hnp.arrays(np.float32, (*rows_of(stored.fmt), len(stored.heads), 64), elements=elements, fill=elements))
         )
         before = x.clone()
         whole = stored.encode(x)
         assert torch.equal(x, before), "encode changed its input"
         assert same_bytes(whole, stored.encode(x)), "encode is not a function of its input"
-        assert stored.decode(whole).isfinite().all()
+        values = stored.decode(whole)
+        assert values.isfinite().all()
         for i in range(len(x)):
-            assert same_bytes(Codes(*(None if c is None else c[i : i + 1] for c in whole)), stored.encode(x[i : i + 1]))  # type: ignore[arg-type]
+            one = Codes(*(None if c is None else c[i : i + 1] for c in whole))  # type: ignore[arg-type]
+            assert torch.equal(stored.decode(one)[0], values[i]), "decode of a row depends on other rows"
+            assert same_bytes(one, stored.encode(x[i : i + 1]))
 
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_zeros_stay_zeros_and_every_compute_dtype_works(name: str, dtype: torch.dtype) -> None:
-    """With a static float zero point, to within half a step."""
+    """With a static float zero point, zeros come back to within half a step."""
     for stored in everything_stored(bound(name, LAYERS, dtype)):
         scale, zero = stored.statics
         x = torch.zeros(*rows_of(stored.fmt), len(stored.heads), 64, dtype=dtype)
@@ -161,12 +165,26 @@ def test_zeros_stay_zeros_and_every_compute_dtype_works(name: str, dtype: torch.
 
 @every
 def test_decode_is_what_the_format_says(name: str) -> None:
-    """Kernels read by format and statics alone, so the quantizer's own decode must agree with the codec."""
+    """Kernels read an affine format by format and statics alone, so the quantizer's own decode must agree with the codec."""
     for stored in everything_stored(bound(name, LAYERS)):
-        if codec.refusal(stored.fmt, 64):
+        if stored.fmt.reading == "quantizer" or codec.refusal(stored.fmt, 64):
             continue
         codes = stored.encode(torch.randn(*rows_of(stored.fmt), len(stored.heads), 64))
         assert torch.equal(stored.decode(codes), codec.decode(*codes, stored.fmt, torch.float32, *stored.statics))
+
+
+@every
+def test_first_tokens_that_no_range_must_hold_are_raw_in_every_format(name: str) -> None:
+    q = bound(name, LAYERS)
+    kept = [r.of(s).sink_tokens for i in range(len(LAYERS)) for r in q.formats(i) for s in SIDES if not r.of(s).raw]
+    assert q.raw_sink_tokens() == QUANTIZERS.build(name).raw_sink_tokens() == min(kept, default=0)
+
+
+@every
+def test_a_quantizer_that_reads_its_codes_itself_encodes_them_itself(name: str) -> None:
+    q = bound(name, LAYERS)
+    if any(stored.fmt.reading == "quantizer" for stored in everything_stored(q)):
+        assert q.encode_rule == "custom"
 
 
 @every
@@ -206,7 +224,7 @@ def test_scales_are_loaded_or_it_fails(name: str) -> None:
     stats = {la.index: statistics(x, x) for la in LAYERS}
     assert q.observers() <= stats[0].keys()
     scales = ScaleFile(q.tensors_from_stats(stats), {"quantizer": name, "model_fingerprint": "m"})
-    scales.validate(LAYERS, name, "m")
+    scales.validate(LAYERS, name, "m", q.static_tensors())
     assert scales.warnings == []
     for tensor in scales.tensors:
         for value in (None, torch.nan, -1.0 if tensor.endswith("scale") else torch.inf):
@@ -221,7 +239,7 @@ def test_scales_are_loaded_or_it_fails(name: str) -> None:
 
 @every
 def test_a_perturbed_scale_file_changes_the_output(name: str) -> None:
-    """Write path and read path both receive the loaded scale."""
+    """Both writing and reading must use the loaded scales."""
     q = bound(name, LAYERS)
     if not q.observers():
         pytest.skip("has no static scales")
@@ -273,7 +291,7 @@ def test_int8_zero_point_and_plain_scale_files_are_not_mixed_up() -> None:
     x = torch.randn(50, 3, 64)
     plain, with_zero = QUANTIZERS.build("int8"), QUANTIZERS.build({"name": "int8", "zero_point": True})
     stats = {la.index: statistics(x, x) for la in LAYERS}
-    with pytest.raises(ScaleError, match="zero_point=false"):
+    with pytest.raises(ScaleError, match="layer 0: the quantizer, with these settings, reads no k_zero"):
         plain.bind(LAYERS, ScaleFile(with_zero.tensors_from_stats(stats)), torch.float32, CPU)
     with pytest.raises(ScaleError, match="layer 0: k_zero is missing"):
         with_zero.bind(LAYERS, ScaleFile(plain.tensors_from_stats(stats)), torch.float32, CPU)
@@ -369,7 +387,7 @@ def test_protected_layers_and_heads_are_stored_in_the_wide_formats_and_the_rest_
 
 @pytest.mark.parametrize("inner", ["int8_token", "rotated", "kivi"])
 def test_protected_single_heads_of_any_inner_format(inner: str) -> None:
-    """Per-token scales, groups, whole blocks: cut at the right heads."""
+    """Scales per token, per group of channels and per block are all cut at the right heads."""
     q, alone = protected(inner=inner, heads=[[0, 0]], wide="int8_token", tail_blocks=0), bound(inner, LAYERS)
     x = torch.randn(2, B, 3, 64)
     flat = alone.formats(0)[0].k.unit == "token"
@@ -409,7 +427,7 @@ def test_protected_says_what_it_cannot_protect(fields: dict, message: str) -> No
 
 @pytest.mark.parametrize("quantizer", ["rotated", "kivi"])
 def test_error_rises_as_bits_fall(quantizer: str) -> None:
-    """By a factor near 4 in mean square per bit; much less would mean that something is not quantized."""
+    """The mean square error rises by a factor near 4 per bit; if it were much less, something would not be quantized."""
     x = torch.randn(4, B, 3, 64)
     errors = []
     for bits in (4, 3, 2):

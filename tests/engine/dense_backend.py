@@ -13,7 +13,7 @@ from qkv.layout import AttentionMetadata, LayerShape
 
 @dataclass
 class DenseBackend(AttentionBackend):
-    """Sequences are told apart by the first entry of their block table. Not registered: no user should be able to pick it."""
+    """Tells sequences apart by the first entry of their block table. It is not registered, so that users cannot choose it."""
 
     name: ClassVar[str] = "dense"
     fused: ClassVar[bool] = False

@@ -24,7 +24,7 @@ def _model(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def model(name: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The same object for the same arguments."""
+    """A tiny model; the same object for the same arguments."""
     return _model(name, dtype)
 
 
@@ -52,6 +52,7 @@ def make(quantizer: str | dict[str, Any] = "none", block_size: int = 16, **kw: A
         "allocator": {"name": "paged", "block_size": block_size},
         "scales": scales(quantizer if isinstance(quantizer, str) else quantizer["name"], name),
         "num_blocks": 128,
+        "host_memory_bytes": "4MiB",  # check() looks at every host block
         "watermark": 0.0,
         "poison": True,
         "max_num_seqs": 8,
@@ -60,7 +61,7 @@ def make(quantizer: str | dict[str, Any] = "none", block_size: int = 16, **kw: A
 
 
 def block_unit(quantizer: str) -> bool:
-    """Whether what is stored depends on the block size: some format encodes whole blocks."""
+    """Whether some format of the quantizer encodes whole blocks, so that what is stored depends on the block size."""
     formats = bound(quantizer, [shape(Dk=16)]).formats(0)
     return any(fmt.unit == "block" for part in formats for fmt in (part.k, part.v))
 
@@ -94,7 +95,7 @@ def stored(engine: Engine, request: Request) -> bytes:
 
 
 def keep_stored(engine: Engine) -> dict[int, bytes]:
-    """Filled with what is stored for each request at the moment it ends, before its blocks go."""
+    """A dictionary that receives what is stored for each request when it ends, before its blocks are released."""
     seen: dict[int, bytes] = {}
     finish = engine.scheduler.finish
 

@@ -434,7 +434,7 @@ def test_a_pool_larger_than_memory_is_refused_with_the_arithmetic() -> None:
 
 
 def test_a_contiguous_pool_is_used_to_the_last_region() -> None:
-    """Requests that cannot grow need no watermark."""
+    """No watermark is kept for requests that cannot grow."""
     allocator = {"name": "contiguous", "block_size": 16, "max_len": 64}
     with make(allocator=allocator, num_blocks=1 + 4 * 4, watermark=0.5) as engine:
         for i in range(4):

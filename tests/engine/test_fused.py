@@ -29,7 +29,7 @@ RECOGNISED = ("llama", "mistral", "qwen2", "qwen2_sliding", "qwen3", "gemma2", "
 
 
 def logits(model: PreTrainedModel, fused: bool) -> torch.Tensor:
-    """Of 40 tokens in three packed chunks of two sequences, [40, V] float32."""
+    """Logits [40, V], float32, of 40 tokens in three packed chunks of two sequences."""
     adapter = HFAdapter(model, fused=fused)
     assert adapter.forward_path.startswith("fused" if fused else "transformers: runner.fused is false")
     backend, rows = DenseBackend(adapter.layers), []
@@ -159,7 +159,7 @@ def test_the_record_says_which_forward_ran() -> None:
 
 
 def test_a_row_is_the_same_in_every_batch_to_the_bit() -> None:
-    """Without deterministic mode: the frame itself does not depend on the batch, in bfloat16 either."""
+    """The frame does not depend on the batch even without deterministic mode, and not in bfloat16 either."""
     model: Any = tiny_model("llama").to(torch.bfloat16)
     adapter = HFAdapter(model)
 

@@ -1,4 +1,4 @@
-"""Decode steps from graphs: padded to a ladder of sizes, written into fixed buffers, equal to steps that run as they are.
+"""Decode steps from graphs are padded to some fixed sizes, write into fixed buffers, and equal steps that run without graphs.
 
 Capturing itself needs a GPU. Here a stand-in runs the same call on the same buffers, which is what a captured graph does.
 """

@@ -1,4 +1,4 @@
-"""The low-bit quantizers in an engine, on models whose attention has a window, a softcap or sinks of its own."""
+"""The low-bit quantizers in an engine, on models whose attention has a window, a softcap or sink logits."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 @pytest.mark.parametrize("model_name", ["mistral", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 def test_greedy_tokens_do_not_depend_on_the_schedule(quantizer: dict, model_name: str) -> None:
-    """Sliding window, logit softcap, learned sinks: one prefill, chunks of 7, and a pool that preempts."""
+    """With a sliding window, a softcap and sink logits: in one prefill, in chunks of 7, and with a pool that preempts."""
     results = []
     for more in ({"max_num_batched_tokens": 512}, {"max_num_batched_tokens": 10}, {"num_blocks": 14, "preemptor": "swap"}):
         with make(quantizer, 8, model_name=model_name, deterministic=True, **more) as engine:
@@ -46,7 +46,7 @@ def test_recent_blocks_exclude_prefix_hits_and_say_so() -> None:
 
 
 def test_sinks_are_shared_with_the_prefix_and_read_by_who_hits_it() -> None:
-    """With few slots: other sequences take the sinks of a cached prefix, which is no hit then."""
+    """There are few slots, so other sequences take the slot of a cached prefix's sink tokens, and the prefix is no hit then."""
     quantizer = {"name": "protected", "inner": "rotated", "sink_tokens": 4}
     with make(quantizer, 8, deterministic=True, max_num_seqs=2) as engine:
         first = engine.generate([PROMPTS[2]], PARAMS)[0].token_ids

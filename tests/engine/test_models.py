@@ -37,7 +37,7 @@ needs_gemma3 = pytest.mark.skipif(
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """An empty cache folder."""
+    """An empty folder for converted models."""
     monkeypatch.setenv("QKV_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

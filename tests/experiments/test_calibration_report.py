@@ -273,7 +273,7 @@ def test_histograms_add_up_and_their_quantiles_are_close() -> None:
 
 
 def test_squared_error_without_sinks_would_wreck_them() -> None:
-    """One sink token per document, 20 times the others: the rule keeps it whole, and clips the rest's tail."""
+    """One sink token per document is 20 times as large as the others. The rule does not clip it, but clips other large values."""
     layer, int4 = LayerShape(index=0, H=1, Hq=1, Dk=8, Dv=8, scaling=1.0), QUANTIZERS.build("int4")
     x = torch.randn(5000, 1, 8)
     x[:1] = 20.0

@@ -64,7 +64,7 @@ def test_narrower_methods_have_smaller_scales(tmp_path: Path) -> None:
 
 
 def test_shards_merge_to_exactly_what_one_run_gives(tmp_path: Path) -> None:
-    """Both halves of the documents, in files of their own, against the whole."""
+    """Statistics of both halves of the documents are merged and compared with those of the whole."""
     from pydoc_data.topics import topics
 
     texts = [topics[name] for name in sorted(topics)][:20]
@@ -201,7 +201,7 @@ def test_nothing_usable_is_one_message(tmp_path: Path, capsys: pytest.CaptureFix
 def test_statistics_are_not_mistaken_for_scales(tmp_path: Path) -> None:
     calibrated(tmp_path)
     with pytest.raises(ScaleError, match="quantizer 'None'"):
-        ScaleFile.load(tmp_path / "s.stats.safetensors").validate([], "int8", "")
+        ScaleFile.load(tmp_path / "s.stats.safetensors").validate([], "int8", "", [])
 
 
 def test_help_shows_methods_and_examples(capsys: pytest.CaptureFixture[Any]) -> None:
@@ -224,7 +224,7 @@ def test_the_readmes_command_reads_a_folder_of_documents(tmp_path: Path, capsys:
 
 
 def test_values_of_1e5_are_calibrated_and_those_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    """Large enough to overflow float16, and a model whose weights are broken."""
+    """One model has keys large enough to overflow float16, another has broken weights."""
     model = tiny_model("qwen2")
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.bias[3] = 1e5

@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs that are not here, into the machine code they should be: no spills, wide loads, matrix units."""
+"""Kernels compile for GPUs that are not here, to machine code as it should be: no spills, wide loads, matrix units."""
 
 import json
 import os
@@ -57,7 +57,7 @@ print(json.dumps([wrong(good), wrong(few_registers), wrong(narrow), wrong(good, 
 
 
 def test_a_spill_a_narrow_load_and_a_missing_matrix_instruction_are_found(tmp_path: Path) -> None:
-    """In kernels compiled to be bad: with a quarter of the registers, and over rows that are not aligned."""
+    """The kernels are compiled to be bad, with a quarter of the registers and over rows that are not aligned."""
     pytest.importorskip("triton", reason="triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

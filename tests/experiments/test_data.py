@@ -1,4 +1,4 @@
-"""Data sources, and the windows cut from them."""
+"""Data sources, and the windows that are cut from them."""
 
 import importlib.util
 import json

@@ -88,7 +88,7 @@ def smaller(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def scales(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A scale file of the tiny model, for what compares one."""
+    """A scale file of the tiny model, for experiments that need one."""
     folder = tmp_path_factory.mktemp("scales")
     out = folder / "scales.safetensors"
     assert run.main([*smaller("calibrate"), "experiment=calibrate", "logger=none", f"out={out}", f"hydra.run.dir={folder}"]) == 0

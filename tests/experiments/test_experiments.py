@@ -142,7 +142,7 @@ def test_one_refused_prompt_leaves_the_others_alone(tmp_path: Path) -> None:
 
 
 def test_planning_costs_the_same_at_any_context_length(tmp_path: Path) -> None:
-    """Counts, not seconds: in both cases exactly the requests that fill a block get one."""
+    """Counts blocks, not seconds: at both lengths, exactly the requests whose block is full get a new one."""
     arguments = ["batch_sizes=[32]", "context_lengths=[64,1024]", "steps=32", "shared_prefix_tokens=32"]
     record = run_it(tmp_path, "experiment=bench_scheduler", *arguments)
     short, long = (row["scheduler"] for row in record["rows"])

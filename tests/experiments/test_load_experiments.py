@@ -195,7 +195,7 @@ def test_the_prompts_of_a_workload_are_a_trace_too(tmp_path: Path) -> None:
 
 
 def test_foresight_on_a_trace_that_can_be_checked_by_hand() -> None:
-    """Two places: of a b c a b c, keeping a (then b) gives two hits; LRU gets none."""
+    """The cache has two places. Of a b c a b c, keeping a and then b gives two hits; LRU gives none."""
     trace = [(1,), (2,), (3,), (1,), (2,), (3,)]
     assert belady(trace, 2) == pytest.approx(2 / 6)
     assert hit_rate(trace, 2, "lru") == 0

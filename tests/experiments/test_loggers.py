@@ -1,4 +1,4 @@
-"""Sinks: what they write, and that a failing one costs a warning and nothing else."""
+"""Loggers: what they write, and that one that fails costs a warning and nothing else."""
 
 import builtins
 import json

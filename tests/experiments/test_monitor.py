@@ -1,4 +1,4 @@
-"""The Prometheus endpoint and the live view: true figures, and no reason to stop a run."""
+"""The Prometheus endpoint and the live view show true figures and never stop a run."""
 
 import builtins
 import logging

@@ -1,4 +1,4 @@
-"""One choice out of measurements: it keeps the limits, names the runner-up, and says so when nothing fits."""
+"""The recommendation keeps the limits, names a runner-up, and says so when nothing fits."""
 
 import json
 from pathlib import Path

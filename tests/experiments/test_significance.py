@@ -58,7 +58,7 @@ def test_binary_figures_are_those_of_the_flips(pairs: list[tuple[bool, bool]]) -
 
 
 def _power(n: int, churn: float, loss: float) -> float:
-    """Exact probability that McNemar's test finds `loss` where `churn` of the samples flip anyhow, half of them each way."""
+    """Exact probability that McNemar's test finds `loss` where the share `churn` of samples flips anyway, half of it each way."""
     binom = pytest.importorskip("scipy.stats").binom
     total = 0.0
     for count in range(n + 1):

@@ -39,7 +39,7 @@ def load(name: str, **metadata: Any) -> Any:
 
 
 class Oracle(LM):
-    """Right wherever the request's document says what is right; `wrong` makes it wrong everywhere."""
+    """A model that answers what the request's document says is right or, with `wrong`, always something else."""
 
     def __init__(self, wrong: bool = False) -> None:
         super().__init__()

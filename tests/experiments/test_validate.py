@@ -1,4 +1,4 @@
-"""Fitting a device to timed steps, and predicting with it."""
+"""A device is fitted to timed steps, and predicts others."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Workloads: seeded, as long as asked for, sharing what they say and nothing else; driven open and closed loop."""
+"""Workloads are seeded, as long as asked for, and share what they say and nothing else; they drive open and closed loops."""
 
 import itertools
 import json

@@ -14,7 +14,7 @@ from qkv_kernels.format import STATIC_SCALES, KVFormat
 
 @dataclass
 class Stored(AffineQuantizer):
-    """K and V in the given formats. name and rule are the abstract class's."""
+    """A quantizer that stores K and V in the given formats."""
 
     k: KVFormat = field(default_factory=lambda: KVFormat(32, torch.float32))
     v: KVFormat = field(default_factory=lambda: KVFormat(32, torch.float32))
@@ -23,8 +23,9 @@ class Stored(AffineQuantizer):
 
     def bind(self, layers: list[LayerShape], scales: ScaleFile | None, dtype: torch.dtype, device: torch.device) -> None:
         super().bind(layers, scales, dtype, device)
+        self._statics = []
         generator = torch.Generator().manual_seed(3)
-        for i, la in enumerate(layers):
+        for la in layers:
             statics = []
             for fmt, D in zip((self.k, self.v), map(la.dim, SIDES), strict=True):
                 shape = {"tensor": (), "head": (la.H,), "channel": (la.H, D)}.get(fmt.scale)
@@ -36,7 +37,10 @@ class Stored(AffineQuantizer):
                     zero = torch.randint(-reach, reach + 1, scale.shape, generator=generator).float()
                     zero = zero * scale if fmt.zero == "float" else zero
                 statics.append(Statics(scale, zero))
-            self._statics[i] = HeadStatics(*statics)
+            self._statics.append(HeadStatics(*statics))
+
+    def statics(self, layer: int) -> list[HeadStatics]:
+        return [self._statics[layer]]
 
     def formats(self, layer: int) -> list[HeadFormat]:
         return self.whole(layer, self.k, self.v)

@@ -38,7 +38,7 @@ def any_shape(size: int, sizes: int, window: int) -> st.SearchStrategy[LayerShap
 
 
 def statistics(k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Everything calibration can observe, of k [T, H, Dk] and v [T, H, Dv]."""
+    """All statistics that calibration can observe of k [T, H, Dk] and v [T, H, Dv]."""
     out = {}
     for side, x in zip(SIDES, (k, v), strict=True):
         out[f"{side}_channel_absmax"], out[f"{side}_head_absmax"] = x.abs().amax(0), x.abs().amax((0, 2))

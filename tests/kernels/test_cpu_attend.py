@@ -46,7 +46,7 @@ def check(paged: Paged, outs: list[torch.Tensor]) -> None:
 
 
 def stored_bytes(paged: Paged) -> list[torch.Tensor]:
-    """Of pages, tails and sinks."""
+    """The bytes of pages, tails and sink tokens."""
     p = paged.store.planes(0)[0]
     return [t.view(torch.uint8) for t in (*p.tensors, *p.k.raw, *p.v.raw)]
 
@@ -117,7 +117,7 @@ def test_every_residue_of_the_length_modulo_the_block(block_size: int) -> None:
 
 
 def check_any_run(data: st.DataObject, quantizer: Stored) -> None:
-    """Any layer, any schedule, any pages, on any instruction set."""
+    """Draws a layer, a schedule, pages and an instruction set, and compares with the reference."""
     lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
     ours = paged(
         data.draw(any_shape(8, 20, 100)),
@@ -150,7 +150,7 @@ def test_long_contexts_are_split_into_chunks(name: str, isa: str) -> None:
 
 
 def test_requests_may_share_pages() -> None:
-    """A prefix computed once: the second request's table starts with the first one's blocks."""
+    """The prefix is computed once, and the second request's table begins with the first one's blocks."""
     ours = paged(shape(), "int8_token", [60, 50], block_size=16)
     ours.tables[1][:2] = ours.tables[0][:2]
     ours.data[1] = tuple(torch.cat([a[:32], b[32:]]) for a, b in zip(ours.data[0], ours.data[1], strict=True))
@@ -162,7 +162,7 @@ def test_requests_may_share_pages() -> None:
 
 
 def test_a_window_never_reads_blocks_behind_it() -> None:
-    """Such blocks may belong to somebody else by then."""
+    """Blocks behind the window may belong to another request by then."""
     ours = paged(shape(window=10), "none", [60])
     ours.step({0: 59})
     ours.store.poison_blocks(ours.tables[0][:6])  # positions 0 to 47; the last token sees 50 to 59
@@ -220,9 +220,6 @@ def test_head_ranges_of_different_formats_share_a_layer() -> None:
                 HeadFormat(range(1), FORMATS["half"], FORMATS["raw32"]),
                 HeadFormat(range(1, 3), FORMATS["raw32"], FORMATS["int8-token-none"]),
             ]
-
-        def statics(self, layer: int) -> list:
-            return super().statics(layer) * 2
 
     ours = paged(LayerShape(index=0, H=3, Hq=6, Dk=16, Dv=16, scaling=0.25, sink_logits=True), Mixed(), [45])
     check(ours, ours.run([{0: 30}, {0: 15}]))

@@ -69,7 +69,7 @@ HEADERS = sorted(build.SOURCES.glob("*.h"))
 
 @pytest.mark.parametrize("name", ["portable", *(pytest.param(name, marks=pytest.mark.slow) for name in ("avx2", "avx512"))])
 def test_every_header_includes_what_it_uses(name: str, tmp_path: Path) -> None:
-    """Each compiles alone, for every instruction set."""
+    """Each header compiles by itself, for every instruction set."""
     if name != "portable" and not build.X86:
         pytest.skip(f"{name} is of x86-64")
     try:

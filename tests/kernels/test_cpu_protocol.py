@@ -45,7 +45,7 @@ def test_activations_have_the_numbers_of_the_frame() -> None:
 
 
 def test_both_sides_refuse_the_same_number_of_query_heads() -> None:
-    assert ops.max_group() == cpu.MAX_GROUP
+    assert ops.max_queries_per_kv_head() == cpu.MAX_QUERIES_PER_KV_HEAD
 
 
 def test_as_many_tensors_and_numbers_as_the_operator_takes() -> None:

@@ -29,7 +29,7 @@ def stored_as(names: tuple[str, str]) -> Stored:
 @pytest.mark.parametrize(("isa", "compute"), PAIRS)
 @pytest.mark.parametrize("name", KEEPERS)
 def test_equals_the_reference_and_stores_its_bytes(name: str, compute: str, isa: str) -> None:
-    """Pages, tails and sinks."""
+    """The bytes of pages, tails and sink tokens are compared, too."""
     dtype = DTYPES[compute]
     quantizer, layer, lengths = stored_as((name, name)), shape(H=2, G=3, Dk=64), [75, 3, 20]
     ours, reference = paged(layer, quantizer, lengths, isa, dtype=dtype), Paged(layer, quantizer, lengths, dtype=dtype)
@@ -83,7 +83,7 @@ def test_every_residue_of_the_length_and_of_a_chunk_modulo_the_block(names: tupl
 @pytest.mark.parametrize("block_size", [4, 6, 8, 32, 100])
 @pytest.mark.parametrize("name", ["int4-block-float", "int3-block-float", "int4-block-code-tail2", "int8-block-none-wide"])
 def test_scales_of_blocks_are_folded_into_the_query(name: str, block_size: int) -> None:
-    """Where a block is whole vectors of keys."""
+    """This happens where a block holds whole vectors of keys."""
     for D, dtype in ((64, torch.bfloat16), (128, torch.float16), (192, torch.bfloat16)):
         ours = paged(shape(G=5, Dk=D, window=150), stored_as((name, name)), [180, 9], dtype=dtype, block_size=block_size)
         check(ours, ours.run(mixed([180, 9], 90)))

@@ -22,7 +22,7 @@ def test_rows_land_in_their_slots_and_padding_writes_nothing(slots: list[int], p
 
 
 def test_padding_slot_does_not_write_the_last_slot() -> None:
-    """A slot of -1 used as a Python index would."""
+    """Used as a Python index, a slot of -1 would write the last one."""
     plane = torch.zeros(N, H, B)
     append(plane, torch.ones(1, H), torch.tensor([-1]))
     assert not plane.any()
@@ -45,7 +45,7 @@ def test_every_storage_dtype_and_plane_shape(dtype: torch.dtype, tail: tuple[int
 
 
 def test_address_derives_from_strides() -> None:
-    """Pages with padding between them: only the view is written."""
+    """There is padding between pages, and only the pages are written."""
     whole = torch.zeros(N, 2 * H, B, 4)
     append(whole[:, :H], torch.ones(1, H, 4), torch.tensor([2 * B + 1]))
     assert whole[2, :H, 1].all()

@@ -157,7 +157,7 @@ def test_long_prefills_and_large_batches_are_split_without_a_trace(monkeypatch: 
 
 
 def test_a_window_never_reads_blocks_behind_it() -> None:
-    """Such blocks may belong to somebody else by then."""
+    """Blocks behind the window may belong to another request by then."""
     paged = Paged(shape(window=10), "int8_token", [60])
     paged.step({0: 59})
     paged.store.poison_blocks(paged.tables[0][:6])  # positions 0 to 47; the last token sees 50 to 59
@@ -165,16 +165,13 @@ def test_a_window_never_reads_blocks_behind_it() -> None:
 
 
 def test_head_ranges_of_different_formats_share_a_layer() -> None:
-    """Protected heads: a quantizer may store some heads raw."""
+    """A quantizer may store some heads raw, such as protected ones."""
 
     class Mixed(NoneQuantizer):
         def formats(self, layer: int) -> list[HeadFormat]:
             raw = super().formats(layer)[0].k
             half = raw.__class__(bits=16, storage=torch.float16)
             return [HeadFormat(range(1), half, raw), HeadFormat(range(1, 3), raw, half)]
-
-        def statics(self, layer: int) -> list:
-            return super().statics(layer) * 2
 
     layer = LayerShape(index=0, H=3, Hq=6, Dk=16, Dv=16, scaling=0.25, sink_logits=True)
     paged = Paged(layer, Mixed(), [45])

@@ -67,7 +67,7 @@ def test_rows_are_finite_pure_and_independent(fmt: KVFormat, x: np.ndarray) -> N
 @given(x=hnp.arrays(np.float32, (3, 2, 8), elements=st.floats(-1e4, 1e4, width=32)))
 @settings(max_examples=60)
 def test_error_is_at_most_half_a_step(name: str, x: np.ndarray) -> None:
-    """A whole step with an integer zero point, which rounds too. Small rows: float16 scales have steps of their own."""
+    """With an integer zero point, which is rounded too, a whole step. For small rows the rounding of float16 scales is added."""
     fmt = DYNAMIC[name]
     rows = torch.from_numpy(x)
     data, scale, zero = codec.encode(rows, fmt)
@@ -93,7 +93,7 @@ def test_constant_rows_stay_finite_and_zeros_stay_zeros(fmt: KVFormat, value: fl
 
 @pytest.mark.parametrize("fmt", DYNAMIC.values(), ids=DYNAMIC)
 def test_codes_are_computed_from_the_scale_as_stored(fmt: KVFormat) -> None:
-    """Encoding what was decoded, with the stored parameters, changes nothing."""
+    """So encoding what was decoded, with the stored scale, gives the same codes."""
     x = torch.randn(5, 2, 8)
     data, scale, zero = codec.encode(x, fmt)
     values = codec.dequantize(data, scale, zero, fmt, torch.float32)
@@ -216,7 +216,7 @@ def test_rotation_spreads_an_outlier_channel_over_its_row() -> None:
 
 
 def test_error_grows_as_bits_fall() -> None:
-    """By about a factor of 4 per bit: a quantizer much closer than its bits allow does not quantize."""
+    """The mean square error grows by about a factor of 4 per bit; if it were much smaller, something would not be quantized."""
     x = torch.randn(200, 2, 64)
     formats = [INT8, *(zeroed(f, "float") for f in (INT4, INT3, INT2))]
     errors = [float((roundtrip(x, f) - x).square().mean()) for f in formats]

@@ -1,4 +1,4 @@
-"""A simulated engine: the real planning on simulated time. Taking many steps at once changes nothing but the time it takes us."""
+"""A simulated engine plans for real on simulated time. Taking many steps at once only makes it faster."""
 
 import random
 from typing import Any
@@ -38,7 +38,7 @@ def make(jumps: bool = True, **changes: Any) -> Engine:
 
 
 def drive(engine: Engine, seed: int = 0, count: int = 60, rate: float = 4.0, shared: int = 0) -> list[Any]:
-    """Poisson arrivals on the engine's clock; everything that a request ended with."""
+    """Run Poisson arrivals on the engine's clock; returns all that each request ended with."""
     rng, clock = random.Random(seed), engine.clock
     assert isinstance(clock, SimulatedClock)
     prefix = [7] * shared

@@ -40,13 +40,13 @@ def make_request(i: int, tokens: list[int], **kw: object) -> Request:
 
 
 def compute(manager: BlockManager, request: Request, upto: int | None = None) -> None:
-    """What a step does: K and V of tokens up to `upto` are now in the cache."""
+    """Do what a step does: the keys and values of tokens before `upto` are now in the cache."""
     request.num_computed = request.num_inputs if upto is None else upto
     manager.seal(request)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Requests over a tiny vocabulary, so that prefixes repeat; a small pool, so that everything is scarce."""
+    """Requests have a tiny vocabulary, so that prefixes repeat, and the pool is small, so that blocks and slots are scarce."""
 
     operations = 0
 
@@ -70,7 +70,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.host_content: dict[int, tuple[int, ...]] = {}
 
     def _write(self, request: Request, start: int, end: int) -> None:
-        """Model the store: tokens start..end are written through the block table."""
+        """Stand in for the store: write tokens start..end through the block table."""
         refs = self.manager.allocator.refs
         for position in range(start, end):
             block = request.blocks[position // B]
@@ -265,7 +265,7 @@ def test_eviction_is_leaf_first_for_every_evictor() -> None:
 
 
 def test_blocks_that_never_filled_go_before_anything_cached() -> None:
-    """Partial blocks must not push useful ones out."""
+    """Blocks that were never full must not push useful ones out."""
     manager = make_manager(num_blocks=6)
     long, short = make_request(0, list(range(3 * B + 1))), make_request(1, [7])
     assert manager.admit(long, True)
@@ -403,7 +403,7 @@ def test_a_hit_counts_against_the_watermark_like_the_blocks_it_takes() -> None:
 
 
 def test_evicting_forgets_the_hash() -> None:
-    """No phantom hits: once its block is reused for something else, a prefix is gone."""
+    """When a block is used for other tokens, the prefix that it held can no longer be hit."""
     manager = make_manager(num_blocks=4)
     a = make_request(0, [1] * (3 * B))
     assert manager.admit(a, True)

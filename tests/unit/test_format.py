@@ -15,6 +15,7 @@ FORMATS = [
     KVFormat(bits=8, storage=torch.int8, scale="token"),
     KVFormat(bits=4, storage=torch.uint8, scale="token", zero="code"),
     KVFormat(bits=4, storage=torch.uint8, scale="token_group", group=8, zero="float"),
+    KVFormat(bits=4, storage=torch.uint8, scale="token_group", group=8, zero="float", reading="quantizer"),
     KVFormat(bits=2, storage=torch.uint8, scale="block_channel", unit="block", zero="float", tail_blocks=1),
     KVFormat(bits=3, storage=torch.uint8, scale="block_channel", unit="block"),
 ]
@@ -38,15 +39,6 @@ def test_effective_bits_are_those_of_the_literature() -> None:
     assert KVFormat(bits=2, storage=torch.uint8, scale="block_channel", unit="block", zero="float").effective_bits(32, 128) == 3
 
 
-def test_static_bytes_count_what_is_shared() -> None:
-    H, D = 3, 64
-    sizes = {"none": 0, "tensor": 4, "head": 4 * H, "channel": 4 * H * D, "token": 0}
-    for scale, size in sizes.items():
-        fmt = KVFormat(bits=8, storage=torch.int8, scale=scale, scale_dtype=torch.float32)  # type: ignore[arg-type]
-        assert fmt.static_bytes(H, D) == size
-    assert KVFormat(bits=8, storage=torch.int8, scale="channel", zero="float").static_bytes(H, D) == 2 * 2 * H * D
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -57,6 +49,9 @@ def test_static_bytes_count_what_is_shared() -> None:
         ({"bits": 8, "storage": torch.int8, "scale": "channel", "rotate": True}, "rotation"),
         ({"bits": 16, "storage": torch.float16, "scale": "token"}, "raw"),
         ({"bits": 32, "storage": torch.float32, "zero": "float"}, "raw"),
+        ({"bits": 32, "storage": torch.float32, "reading": "quantizer"}, "got 32 bits"),
+        ({"bits": 8, "storage": torch.int8, "scale": "head", "reading": "quantizer"}, "scale='head'"),
+        ({"bits": 8, "storage": torch.int8, "scale": "token", "rotate": True, "reading": "quantizer"}, "rotate=True"),
     ],
 )
 def test_senseless_combinations_are_refused(fields: dict, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Who owns the slots of raw rows: conservation, sharing, and that a swap takes them along."""
+"""Slots of raw rows are never lost or owned twice, are shared with a prefix, and go along when a request is swapped."""
 
 import random
 

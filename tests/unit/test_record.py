@@ -1,4 +1,4 @@
-"""The record: its keys, its writing, and what becomes of values JSON does not know."""
+"""The record: its keys, how it is written, and what happens to values that JSON does not have."""
 
 import json
 import math

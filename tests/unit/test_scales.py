@@ -1,4 +1,4 @@
-"""Scale files are loaded, or it fails with the layer and the cause."""
+"""A scale file is loaded, or loading fails with the layer and the cause."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +8,14 @@ import torch
 
 from qkv.errors import ScaleError
 from qkv.layout import LayerShape
-from qkv.scales import ScaleFile
+from qkv.scales import ScaleFile, StaticTensor
 
 LAYERS = [LayerShape(index=i, H=2, Hq=4, Dk=8, Dv=6, scaling=1.0) for i in (0, 3)]
+SCALES = [
+    StaticTensor("k", "scale", ("H", "D"), ("channel_absmax",), torch.clone, positive=True),
+    StaticTensor("v", "scale", ("H",), ("head_absmax",), torch.clone, positive=True),
+]
+TABLE = StaticTensor("v", "table", (4,), ("histogram",), torch.clone)
 
 
 def good() -> ScaleFile:
@@ -29,7 +34,7 @@ def test_save_and_load_keep_everything(tmp_path: Path) -> None:
     assert back.tensors.keys() == scales.tensors.keys()
     assert all(torch.equal(back.tensors[n], t) for n, t in scales.tensors.items())
     assert back.fingerprint() == scales.fingerprint()
-    back.validate(LAYERS, "q", "abc")
+    back.validate(LAYERS, "q", "abc", SCALES)
     assert back.warnings == []
     assert [p.name for p in (tmp_path / "new folder").iterdir()] == ["s.safetensors"]
 
@@ -62,12 +67,14 @@ def spoil(value: float) -> Callable[[ScaleFile], None]:
         (spoil(-1.0), r"layer 3: k_scale holds -1\.0"),
         (
             change("layers.3.k_scale", torch.ones(2, 9)),
-            r"layer 3: k_scale has shape \[2, 9\], .* needs \[2\] or \[2, 8\]",
+            r"layer 3: k_scale has shape \[2, 9\], .* need \[2, 8\]",
         ),
         (change("layers.3.k_scale", torch.ones(4, 8)), r"layer 3: k_scale has shape \[4, 8\]"),
         (change("layers.1.k_scale", torch.ones(2, 8)), r"layer 1 is not an attention layer of this model"),
-        (change("layers.0.q_scale", torch.ones(2)), r"unknown tensor 'layers\.0\.q_scale'"),
-        (lambda s: s.tensors.clear(), "holds no scales"),
+        (change("layers.0.q_scale", torch.ones(2)), r"layer 0: .* reads no q_scale; it reads k_scale, v_scale"),
+        (change("layers.3.k_zero", torch.ones(2, 8)), r"layer 3: .* reads no k_zero"),
+        (change("weights.0", torch.ones(2)), r"unknown tensor 'weights\.0'"),
+        (lambda s: s.tensors.clear(), "holds no tensors"),
         (
             lambda s: s.metadata.update(model_fingerprint="xyz", model="other"),
             r"another model: .*'other'.*xyz.*abc",
@@ -80,25 +87,32 @@ def test_bad_scales_raise_naming_layer_and_cause(damage: Callable[[ScaleFile], N
     scales = good()
     damage(scales)
     with pytest.raises(ScaleError, match=message) as error:
-        scales.validate(LAYERS, "q", "abc")
+        scales.validate(LAYERS, "q", "abc", SCALES)
     assert "\n" not in str(error.value)
 
 
-def test_zero_points_may_be_negative_but_not_nan() -> None:
-    scales = good()
+def test_tensors_that_are_no_scales_may_be_negative_but_not_nan_and_have_the_declared_shape() -> None:
+    scales, declared = good(), [*SCALES, TABLE]
     for la in LAYERS:
-        scales.tensors[f"layers.{la.index}.k_zero"] = torch.full((la.H, la.Dk), -2.0)
-    scales.validate(LAYERS, "q", "abc")
-    scales.tensors["layers.0.k_zero"][0, 0] = torch.nan
-    with pytest.raises(ScaleError, match="layer 0: k_zero"):
-        scales.validate(LAYERS, "q", "abc")
+        scales.tensors[f"layers.{la.index}.v_table"] = torch.linspace(-2, 1, 4)
+    scales.validate(LAYERS, "q", "abc", declared)
+    assert scales.tensor(LAYERS[1], TABLE).tolist() == [-2, -1, 0, 1]
+    scales.tensors["layers.0.v_table"][0] = torch.nan
+    with pytest.raises(ScaleError, match="layer 0: v_table holds nan"):
+        scales.validate(LAYERS, "q", "abc", declared)
+    scales.tensors["layers.0.v_table"] = torch.ones(8)
+    with pytest.raises(ScaleError, match=r"layer 0: v_table has shape \[8\], .* need \[4\]"):
+        scales.validate(LAYERS, "q", "abc", declared)
+    del scales.tensors["layers.0.v_table"]
+    with pytest.raises(ScaleError, match="layer 0: v_table is missing"):
+        scales.validate(LAYERS, "q", "abc", declared)
 
 
 def test_scales_of_exactly_one_everywhere_are_a_warning() -> None:
     scales = good()
     for t in scales.tensors.values():
         t.fill_(1.0)
-    scales.validate(LAYERS, "q", "abc")
+    scales.validate(LAYERS, "q", "abc", SCALES)
     assert "1.0" in scales.warnings[0]
 
 

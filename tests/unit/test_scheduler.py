@@ -95,7 +95,7 @@ def test_a_lower_priority_value_is_served_first() -> None:
 
 @pytest.mark.parametrize("preemptor", PREEMPTORS.names())
 def test_a_preempted_request_returns_to_its_place(preemptor: str) -> None:
-    """It was ahead of the queue, so it is admitted before anybody who came later, and finishes."""
+    """It was ahead of the queue, so it is admitted before all requests that came later, and finishes."""
     s = make(num_blocks=1 + 12, preemptor=preemptor, max_num_batched_tokens=64, max_num_seqs=8)
     for i in range(4):
         s.add(request(i, 30, output=30))
@@ -126,7 +126,7 @@ def test_victims_are_the_latest_and_never_the_first() -> None:
 
 @dataclass
 class _Stubborn(Preemptor):
-    """Names only the first request, which must not be preempted, and a stranger."""
+    """A preemptor that names only the first request, which must not be preempted, and an id that is not running."""
 
     def victims(self, running: list[RequestView], need: int) -> list[int]:  # type: ignore[override]
         return [running[0].id, 999]
@@ -165,7 +165,7 @@ def test_throughput_recovers_after_pressure_ends() -> None:
 
 
 def test_no_admission_in_a_step_that_preempts() -> None:
-    """Otherwise the victim's blocks go to a newcomer and the victim comes back to no room."""
+    """Otherwise the victim's blocks would go to a new request, and there would be no room when the victim comes back."""
     s = make(num_blocks=1 + 9, max_num_batched_tokens=64)
     for i in range(5):
         s.add(request(i, 20, output=30))
@@ -277,7 +277,7 @@ def test_abort_works_in_every_state() -> None:
 
 
 def test_planning_touches_only_requests_that_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Running decodes that need nothing cost nothing: a request is grown once per block, whatever the context."""
+    """A request is visited once per block, however long its context is; other decodes cost nothing."""
     s = make(num_blocks=600, max_num_batched_tokens=4096)
     for i in range(32):
         s.add(request(i, 96, output=64))

@@ -29,7 +29,7 @@ def test_the_types_for_editors_agree_with_the_dataclasses() -> None:
 
 
 def test_every_setting_of_an_engine_has_a_flat_name() -> None:
-    """Of the parts that Engine.create takes; a simulation's come from a configuration."""
+    """All settings that Engine.create takes are checked; those of a simulation can only come from a configuration."""
     reached = {place for places in PLACES.values() for place in places}
     for part in ("cache", "scheduler", "attention", "runner"):
         left_out = {f.name for f in fields(CONFIG_HINTS[part])} - {p[1] for p in reached if p[0] == part}

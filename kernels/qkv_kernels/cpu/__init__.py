@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 
 from qkv_kernels.cpu.build import BuildError, library
-from qkv_kernels.format import STATIC_SCALES, KVFormat
+from qkv_kernels.format import STATIC_SCALES, UNFUSED, KVFormat
 from qkv_kernels.reference.packing import multiple_of
 from qkv_kernels.reference.planes import Plane
 
 __all__ = ["BuildError", "attend", "expand", "format_numbers", "instruction_set", "load", "refusal"]
 
-MAX_GROUP = 32  # query heads per kv head; as in args.h
+MAX_QUERIES_PER_KV_HEAD = 32  # MAX_G in args.h
 SCALES = ("none", "tensor", "head", "channel", "token", "token_group", "block_channel")  # in the order of args.h
 ZEROS = ("none", "code", "float")
 _NOTHING = torch.empty(0)
@@ -78,6 +78,8 @@ def instruction_set(asked: str | None = None) -> str:
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
     """None if the kernels read and write this format at head dim D, else the reason."""
+    if fmt.reading == "quantizer":
+        return UNFUSED
     if fmt.raw:
         known = fmt.storage in (torch.float32, torch.bfloat16, torch.float16)
         return None if known else f"the cpu kernels have no raw {fmt.storage}"

@@ -12,9 +12,9 @@ static_assert(I3 == I4 + 1 && I2 == I4 + 2, "the number of bits is told from the
 enum Scale : int64_t { UNSCALED, TENSOR, HEAD, CHANNEL, TOKEN, GROUP, BLOCK_CHANNEL };
 enum Zero : int64_t { NO_ZERO, CODE_ZERO, FLOAT_ZERO };  // (code - zero) * scale | code * scale + zero
 
-constexpr int TILE = 64;       // keys scored together; tiles are counted from position 0
-constexpr int CHUNK = 512;     // keys of one unit of work, counted from position 0: never depends on threads or batch
-constexpr int MAX_GROUP = 32;  // G at most
+constexpr int TILE = 64;    // keys scored together; tiles are counted from position 0
+constexpr int CHUNK = 512;  // keys of one unit of work, counted from position 0: never depends on threads or batch
+constexpr int MAX_G = 32;   // G at most
 
 struct RawRows {  // [slots, H, rows, D] in the dtype of q, innermost stride 1; no data: none. Strides in bytes.
   char* data;
@@ -36,7 +36,7 @@ struct Plane {  // K or V in the pool. Strides in bytes.
   int64_t s_block, s_head, s_token;
   const float *head_scale, *channel_scale, *static_zero;  // [H], [H, D], [H, D], or null
   RawRows tail, sink;  // of formats that encode whole blocks: a ring of each request's last rows; the first rows of sequences
-  bool raw;            // this is the plane as a segment of raw rows sees it: see raw_row() in pages.h
+  bool raw;            // the plane stands for a segment of raw rows, which raw_row() in pages.h finds
 
   int element() const { return code == F32 ? 4 : code == BF16 || code == F16 ? 2 : 1; }
   int bits() const { return code >= I4 ? 4 - int(code - I4) : 8 * element(); }
@@ -69,7 +69,9 @@ struct Segment {  // keys [first, last) of which K, and likewise V, is read as c
 };
 constexpr int MAX_SEGMENTS = 5;  // sinks and recent blocks of K and of V, and what is between them
 
-struct Unit {  // one row's attention to keys [first, last), a part of one chunk and segment, for kv heads [h0, h1); raw: one head
+// The attention of one row to keys [first, last), which lie in one chunk and one segment, for kv heads [h0, h1). Raw rows belong
+// to one kv head, so a unit that reads some has one.
+struct Unit {
   int row, request, first, last, h0, h1;
   bool k_raw, v_raw;
   float* part;  // [(h1 - h0) * G][2 + Dv]: maximum, sum, unnormalised output; base 2

@@ -22,10 +22,10 @@ void decode(const Call& call, const Unit& u) {
   static thread_local Arena arena;
   const Call c = as_seen(call, u.k_raw, u.v_raw);
   const Plane &K = c.K, &V = c.V;
-  const Plan plan(c, true);
-  const int n = (u.h1 - u.h0) * c.G, q_bytes = plan.key.bytes(K.D), floats = plan.value.floats(V.D);
-  const int k_stride = (K.D + 15) & ~15, v_stride = (V.D + 15) & ~15, groups = plan.v_groups ? V.D / V.group : 1;
-  const int k_groups = plan.k_groups ? K.D / K.group : 0;
+  const Reading reading(c, true);
+  const int n = (u.h1 - u.h0) * c.G, q_bytes = reading.key.bytes(K.D), floats = reading.value.floats(V.D);
+  const int k_stride = (K.D + 15) & ~15, v_stride = (V.D + 15) & ~15, groups = reading.v_groups ? V.D / V.group : 1;
+  const int k_groups = reading.k_groups ? K.D / K.group : 0;
   const int stride = (K.D + VL - 1) / VL * VL;  // of q as floats
   arena.reset();
   char* q = arena.take<char>(n * q_bytes);
@@ -33,8 +33,8 @@ void decode(const Call& call, const Unit& u) {
   Query* query = arena.take<Query>(n);
   Tile* tiles = arena.take<Tile>(2);
   float* scales = arena.take<float>(4 * TILE);
-  float* x = arena.take<float>(MAX_GROUP * TILE);
-  char* packed = arena.take<char>(groups * MAX_GROUP * TILE * 4);
+  float* x = arena.take<float>(MAX_G * TILE);
+  char* packed = arena.take<char>(groups * MAX_G * TILE * 4);
   float* k_rows = arena.take<float>(TILE * k_stride + VL);
   float* v_rows = arena.take<float>(TILE * v_stride + VL);
   float* plain = arena.take<float>(n * stride);
@@ -49,10 +49,10 @@ void decode(const Call& call, const Unit& u) {
     load_row(c.q, c.dtype, u.row, u.h0 * c.G + i, K.D, one);
     if (K.rotate) hadamard(one, K.D);  // (R q) . (R k) = q . k, so keys are never rotated back
     fold(K, u.h0 + i / c.G, one, query[i]);
-    if (plan.k_blocks) continue;
-    q_factor[i] = plan.key.prepare(one, K.D, q + i * q_bytes);
-    if (!plan.k_groups) query[i].factor *= q_factor[i];
-    for (int d = 0; plan.k_groups && d < K.D; d += K.group) {
+    if (reading.k_blocks) continue;
+    q_factor[i] = reading.key.prepare(one, K.D, q + i * q_bytes);
+    if (!reading.k_groups) query[i].factor *= q_factor[i];
+    for (int d = 0; reading.k_groups && d < K.D; d += K.group) {
       float& sum = q_sums[i * k_groups + d / K.group] = 0.f;
       for (int j = d; j < d + K.group; j++) sum += one[j];
     }
@@ -72,32 +72,32 @@ void decode(const Call& call, const Unit& u) {
     for (int h = u.h0; h < u.h1; h++) {
       const KeyScales s = key_scales(c, tile, h, scales);
       const char *k_to[TILE], *v_to[TILE];
-      if (plan.k_rows) dequantize(K, c.dtype, tile.k, tile, h, k_rows, k_stride, k_to);
+      if (reading.k_rows) dequantize(K, c.dtype, tile.k, tile, h, k_rows, k_stride, k_to);
       const int i = (h - u.h0) * c.G;
-      float factor[MAX_GROUPS * MAX_GROUP], fade[MAX_GROUP];
+      float factor[MAX_GROUPS * MAX_G], fade[MAX_G];
       const Ahead values{tile.v, h * V.head, V.row_bytes()};
-      if (plan.k_blocks)
-        score_blocks(c, plan.key, tile, h, plain + i * stride, values, q, x);
-      else if (plan.k_groups) {
+      if (reading.k_blocks)
+        score_blocks(c, reading.key, tile, h, plain + i * stride, values, q, x);
+      else if (reading.k_groups) {
         load_groups(K, tile, h, *k_group);
-        score_groups(c, plan.key, tile, h, q + i * q_bytes, q_factor + i, q_sums + i * k_groups, values, *k_group, x);
+        score_groups(c, reading.key, tile, h, q + i * q_bytes, q_factor + i, q_sums + i * k_groups, values, *k_group, x);
       } else
-        plan.key.score(plan.k_rows ? k_to : tile.k, values, plan.k_rows ? 0 : h * K.head, q + i * q_bytes, c.G, K.D, tile.t0 & ~3,
-                       (tile.t1 + 3) & ~3, x);
-      if (plan.v_groups) load_groups(V, tile, h, *v_group);
+        reading.key.score(reading.k_rows ? k_to : tile.k, values, reading.k_rows ? 0 : h * K.head, q + i * q_bytes, c.G, K.D,
+                          tile.t0 & ~3, (tile.t1 + 3) & ~3, x);
+      if (reading.v_groups) load_groups(V, tile, h, *v_group);
       for (int g = 0; g < c.G; g++) {
-        char* p = packed + g * TILE * plan.value.bytes;
+        char* p = packed + g * TILE * reading.value.bytes;
         fade[g] = weigh(c, s, tile.t0, tile.t1, query[i + g], x + g * TILE);
-        if (plan.v_groups)
-          weigh_groups(V, plan.value, *v_group, x + g * TILE, c.G, fade[g], p, factor + g, zeros + (i + g) * groups);
+        if (reading.v_groups)
+          weigh_groups(V, reading.value, *v_group, x + g * TILE, c.G, fade[g], p, factor + g, zeros + (i + g) * groups);
         else
-          factor[g] = plan.value.pack(x + g * TILE, TILE, p);
+          factor[g] = reading.value.pack(x + g * TILE, TILE, p);
       }
-      if (plan.v_rows) dequantize(V, c.dtype, tile.v, tile, h, v_rows, v_stride, v_to);
+      if (reading.v_rows) dequantize(V, c.dtype, tile.v, tile, h, v_rows, v_stride, v_to);
       const bool last = h + 1 == u.h1;
       const Ahead keys{last ? then->k : tile.k, (last ? u.h0 : h + 1) * K.head, (last && !more) ? 0 : K.row_bytes()};
-      const auto accumulate = plan.v_groups ? plan.value.accumulate_groups : plan.value.accumulate;
-      accumulate(plan.v_rows ? v_to : tile.v, keys, plan.v_rows ? 0 : h * V.head, packed, c.G, V.D, tile.t0 & ~1,
+      const auto accumulate = reading.v_groups ? reading.value.accumulate_groups : reading.value.accumulate;
+      accumulate(reading.v_rows ? v_to : tile.v, keys, reading.v_rows ? 0 : h * V.head, packed, c.G, V.D, tile.t0 & ~1,
                  (tile.t1 + 1) & ~1, factor, fade, acc + i * floats, V.group);
     }
     Tile* t = now;
@@ -105,8 +105,8 @@ void decode(const Call& call, const Unit& u) {
   }
   for (int i = 0; i < n; i++) {
     float* part = u.part + size_t(i) * (2 + V.D);
-    plan.value.unpermute(acc + i * floats, V.D, part + 2);
-    for (int d = 0; plan.v_groups && d < V.D; d += V.group) {
+    reading.value.unpermute(acc + i * floats, V.D, part + 2);
+    for (int d = 0; reading.v_groups && d < V.D; d += V.group) {
       const float zero = hsum(zeros[i * groups + d / V.group]);
       for (int j = d; j < d + V.group; j++) part[2 + j] += zero;
     }

@@ -127,11 +127,11 @@ struct ExtendOps {
   void (*scores)(const char*, int, int, const char*, float*);
   void (*pack_values)(RowPointers, int64_t, int, char*);
   void (*outputs)(const char*, int, int, const char*, const float*, const float*, float*);
-  ExtendOps(const Call& c, const Plan& plan) {
+  ExtendOps(const Call& c, const Reading& reading) {
     const auto keys = [&](auto r) { pack_keys = layout_keys<decltype(r)>, scores = all_scores<decltype(r)>; };
     const auto values = [&](auto r) { pack_values = layout_values<decltype(r)>, outputs = all_outputs<decltype(r)>; };
-    plan.k_rows ? with_rows(c.dtype, keys) : void(with_reader(c.K, c.dtype, keys));
-    plan.v_rows ? with_rows(c.dtype, values) : void(with_reader(c.V, c.dtype, values));
+    reading.k_rows ? with_rows(c.dtype, keys) : void(with_reader(c.K, c.dtype, keys));
+    reading.v_rows ? with_rows(c.dtype, values) : void(with_reader(c.V, c.dtype, values));
   }
 };
 
@@ -139,9 +139,9 @@ struct ExtendOps {
 void extend_segment(const Call& c, const Block& b, const Segment& segment, float* parts) {
   static thread_local Arena arena;
   const Plane &K = c.K, &V = c.V;
-  const Plan plan(c, false);
-  const ExtendOps ops(c, plan);
-  const int n = (b.r1 - b.r0) * c.G, q_bytes = plan.key.bytes(K.D), floats = plan.value.floats(V.D);
+  const Reading reading(c, false);
+  const ExtendOps ops(c, reading);
+  const int n = (b.r1 - b.r0) * c.G, q_bytes = reading.key.bytes(K.D), floats = reading.value.floats(V.D);
   const int k_stride = (K.D + 15) & ~15, v_stride = (V.D + 15) & ~15, k_packed = TILE * q_bytes;
   const int v_packed = TILE * floats * 4;  // at most
   arena.reset();
@@ -161,16 +161,16 @@ void extend_segment(const Call& c, const Block& b, const Segment& segment, float
     load_row(c.q, c.dtype, b.r0 + i / c.G, b.h * c.G + i % c.G, K.D, one);
     if (K.rotate) hadamard(one, K.D);
     fold(K, b.h, one, query[i]);
-    query[i].factor *= plan.key.prepare(one, K.D, q + i * q_bytes);
+    query[i].factor *= reading.key.prepare(one, K.D, q + i * q_bytes);
   }
   for (int start = segment.first / TILE * TILE; start < segment.last; start += TILE) {
     tile.find(c, b.request, start, segment.first, segment.last, b.h);
     const KeyScales s = key_scales(c, tile, b.h, scales);
     const char *k_to[TILE], *v_to[TILE];
-    if (plan.k_rows) dequantize(K, c.dtype, tile.k, tile, b.h, k_rows, k_stride, k_to);
-    if (plan.v_rows) dequantize(V, c.dtype, tile.v, tile, b.h, v_rows, v_stride, v_to);
-    ops.pack_keys(plan.k_rows ? k_to : tile.k, plan.k_rows ? 0 : b.h * K.head, K.D, k_rows_packed, keys);
-    ops.pack_values(plan.v_rows ? v_to : tile.v, plan.v_rows ? 0 : b.h * V.head, V.D, values);
+    if (reading.k_rows) dequantize(K, c.dtype, tile.k, tile, b.h, k_rows, k_stride, k_to);
+    if (reading.v_rows) dequantize(V, c.dtype, tile.v, tile, b.h, v_rows, v_stride, v_to);
+    ops.pack_keys(reading.k_rows ? k_to : tile.k, reading.k_rows ? 0 : b.h * K.head, K.D, k_rows_packed, keys);
+    ops.pack_values(reading.v_rows ? v_to : tile.v, reading.v_rows ? 0 : b.h * V.head, V.D, values);
     int from = 0;  // earlier rows see no key of this tile
     while (c.positions[b.r0 + from / c.G] < start) from += c.G;
     ops.scores(q + from * q_bytes, n - from, K.D, keys, x + from * TILE);
@@ -184,12 +184,13 @@ void extend_segment(const Call& c, const Block& b, const Segment& segment, float
         fade[i] = 1.f;
       } else
         fade[i] = weigh(c, s, t0, t1, query[i], w);
-      factor[i] = plan.value.pack(w, TILE, packed + i * TILE * plan.value.bytes);
+      factor[i] = reading.value.pack(w, TILE, packed + i * TILE * reading.value.bytes);
     }
-    ops.outputs(packed + from * TILE * plan.value.bytes, n - from, V.D, values, factor + from, fade + from, acc + from * floats);
+    ops.outputs(packed + from * TILE * reading.value.bytes, n - from, V.D, values, factor + from, fade + from,
+                acc + from * floats);
   }
   for (int i = 0; i < n; i++, parts += 2 + V.D) {
-    plan.value.unpermute(acc + i * floats, V.D, parts + 2);
+    reading.value.unpermute(acc + i * floats, V.D, parts + 2);
     unfold(V, b.h, query[i], parts + 2);
     parts[0] = query[i].best, parts[1] = query[i].total;
   }

@@ -1,5 +1,6 @@
-// Scales that touch single codes, of groups of channels and of blocks: rows are dequantized with them, but for one query it is
-// less work to fold a block's K scales into q, a group's K scale into the sum of its products, and its V scale into the weights.
+// Scales of a group of channels or of one channel of a block differ within a row. Prefill multiplies every code by its scale
+// once, when it dequantizes the row. For a single query that is more work than to fold the scales elsewhere: those of a block's
+// K into q, that of a group of K into the sum of the group's products, and that of a group of V into the weights.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -19,13 +20,13 @@ INLINE bool groups_fold(const Plane& p) {
   return p.group % 32 == 0 && n <= MAX_GROUPS && !(n & (n - 1)) && p.s_token == n * (p.half_scale ? 2 : 4);
 }
 
-// What the formats of K and V ask for.
-struct Plan {
+// How the codes of this call become scores and outputs: by which functions, and what happens to scales on the way.
+struct Reading {
   KeyOps key{};
   ValueOps value{};
-  bool k_rows, v_rows;                                        // whether rows are dequantized first
+  bool k_rows, v_rows;                                        // whether rows are dequantized before the product
   bool k_blocks = false, k_groups = false, v_groups = false;  // whether scales of blocks or groups are folded
-  Plan(const Call& c, bool one_query) {
+  Reading(const Call& c, bool one_query) {
     const Plane &K = c.K, &V = c.V;
     k_rows = !with_reader(K, c.dtype, [&](auto r) { key = key_ops<decltype(r)>(); });
     v_rows = !with_reader(V, c.dtype, [&](auto r) { value = value_ops<decltype(r)>(); });
@@ -45,7 +46,7 @@ INLINE void score_blocks(const Call& c, const KeyOps& key, const Tile& tile, int
                          float* x) {
   const Plane& K = c.K;
   const int D = K.D, stride = (D + VL - 1) / VL * VL, bytes = key.bytes(D);
-  float s[D + VL], z[D + VL], one[D + VL], factor[MAX_GROUP], bias[MAX_GROUP];
+  float s[D + VL], z[D + VL], one[D + VL], factor[MAX_G], bias[MAX_G];
   for (int r = 0; r < tile.count; r++) {
     const Run& run = tile.runs[r];
     const int64_t at = run.block * K.s_block + h * K.s_head;

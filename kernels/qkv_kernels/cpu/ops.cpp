@@ -177,7 +177,7 @@ void encode_rows(const Call& c, const Kernels* isa) {
   share(full.size() * c.H, [&](int64_t i) { isa->complete(c, full[i / c.H].first, full[i / c.H].second, int(i % c.H)); });
 }
 
-constexpr int ROWS_TIMES_GROUP = 96;  // query vectors that share a dequantized tile
+constexpr int ROWS_TIMES_G = 96;  // query vectors that share a dequantized tile
 
 struct Pending {  // units of one row and group of kv heads, whose parts are still to be merged
   int row, h0, h1, first_unit, units;
@@ -246,7 +246,7 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList 
   c.T = int(q.size(0)), c.H = int(codes.size(1)), c.B = int(codes.size(2)), c.R = int(query_start.size(0)) - 1;
   TORCH_CHECK(c.H > 0 && q.size(1) % c.H == 0, q.size(1), " query heads on ", c.H, " kv heads");
   c.G = int(q.size(1)) / c.H;
-  TORCH_CHECK(c.G <= MAX_GROUP, c.G, " query heads per kv head; at most ", MAX_GROUP);
+  TORCH_CHECK(c.G <= MAX_G, c.G, " query heads per kv head; at most ", MAX_G);
   c.K = plane_of(planes.slice(0, PLANE_TENSORS), formats.slice(0, FORMAT_NUMBERS), int(q.size(2)), q.scalar_type());
   c.V = plane_of(planes.slice(PLANE_TENSORS), formats.slice(FORMAT_NUMBERS), int(v.size(2)), q.scalar_type());
   Tensor out = at::empty({c.T, q.size(1), c.V.D}, q.options());
@@ -274,7 +274,7 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList 
   const int32_t* start = c.starts;
   std::vector<std::pair<int, int>> rows;  // attended one by one
   std::vector<Block> blocks;
-  int step = std::max(1, ROWS_TIMES_GROUP / c.G);
+  int step = std::max(1, ROWS_TIMES_G / c.G);
   if (c.tail_slots) step = (c.B - 1) / std::max(1, c.B / step) + 1;  // rows of one block see the same blocks raw: cut it evenly
   for (int r = 0; r < c.R; r++) {
     const int n = start[r + 1] - start[r];
@@ -328,7 +328,7 @@ TORCH_LIBRARY(qkv_cpu, m) {
   m.def("advise_huge(Tensor pool) -> ()");
   m.def("best_isa() -> str", [] { return std::string(best_isa()); });
   m.def("protocol(str what) -> str[]", &protocol);
-  m.def("max_group() -> int", [] { return int64_t(MAX_GROUP); });
+  m.def("max_queries_per_kv_head() -> int", [] { return int64_t(MAX_G); });
   m.def("threads() -> int", &threads);
 }
 

@@ -10,7 +10,7 @@
 namespace qkv {
 namespace {
 
-// The raw row at a position: of the sequence's first ones, of this call's, or of the request's last ones before it.
+// The raw row at a position: a sink token has it in the sinks, a token of this call in the call, a token before that in the tail.
 INLINE const char* raw_row(const Call& c, const Plane& p, const Rows& rows, int request, int position, int h) {
   if (position < p.sink.rows) return p.sink.at(c.sink_slots[request], h, position);
   const int first = c.starts[request], age = position - int(c.positions[first]);
@@ -18,7 +18,7 @@ INLINE const char* raw_row(const Call& c, const Plane& p, const Rows& rows, int 
                  : rows.data + (first + age) * rows.row + h * rows.head;
 }
 
-// The call as a segment sees it: where rows are read raw, K or V is unscaled, unrotated and on no pages.
+// The call as a segment of raw rows of K or V is computed: that side has no scales, no rotation and no pages.
 INLINE Call as_seen(const Call& call, bool k_raw, bool v_raw) {
   Call c = call;
   const auto see = [&](Plane& p) {
@@ -37,7 +37,7 @@ struct Run {  // keys of the tile that are neighbours on one page
 };
 
 struct Tile {
-  const char *k[TILE], *v[TILE];  // rows of kv head 0; keys that nobody may see get the row of one that somebody may
+  const char *k[TILE], *v[TILE];  // rows of kv head 0; a key outside [t0, t1) borrows the row of key t0
   Run runs[TILE];
   int count, t0, t1;  // keys [t0, t1) of the tile are seen
 

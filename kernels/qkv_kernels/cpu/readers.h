@@ -1,5 +1,5 @@
 // How codes become vectors: one small reader per code type and engine. A new code type is a new reader.
-// GROUPS: channels may have scales by groups of a multiple of 32, which then are part of accumulate()'s weights.
+// A reader with GROUPS also serves formats whose channels share scales by groups of a multiple of 32.
 //
 // An engine multiplies and adds. It works on chunks of channels: CHUNK channels are VECS vectors of keys, and 4
 // accumulators of VL floats of output. A reader loads one chunk of one row, zero beyond D.

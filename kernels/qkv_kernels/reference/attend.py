@@ -15,7 +15,7 @@ import torch
 from qkv_kernels.reference import codec
 from qkv_kernels.reference.hadamard import hadamard
 from qkv_kernels.reference.overlay import Rows, Seen, runs
-from qkv_kernels.reference.planes import Plane
+from qkv_kernels.reference.planes import Decode, Plane
 
 COHORT_ELEMENTS = 2**20  # decodes are batched up to this many elements of padded K: 4 MB stay in a CPU's cache
 QUERY_ROWS = 64  # rows of a prefill chunk scored at a time: bounds memory, and skips keys no row of them sees
@@ -132,21 +132,29 @@ def _read(
     blocks = first_block + torch.arange(-(-count // B), device=table.device)
     table = table.gather(1, blocks.clamp(max=table.shape[1] - 1))
     k_pos = (blocks[..., None] * B + torch.arange(B, device=table.device)).flatten(1)
-    keys, values = _gather(k, table, dtype), _gather(v, table, dtype)
+    seen_k, seen_v = (_seen(plane, k_pos, oldest, last) for plane in (k, v))
+    keys, values = _gather(k, table, seen_k, dtype), _gather(v, table, seen_v, dtype).masked_fill_(~seen_v[:, None, :, None], 0)
     if tiled:
         keys, values, k_pos = keys[:, :, :count], values[:, :, :count], k_pos[:, :count]
-    unseen = (k_pos > last) | (k_pos < oldest)
-    if v.fmt.unit == "block":  # the open block has no codes
-        unseen |= k_pos >= (last + 1) // B * B
-    return keys, values.masked_fill_(unseen[:, None, :, None], 0), k_pos
+    return keys, values, k_pos
 
 
-def _gather(plane: Plane, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Blocks table [R, m] of a plane, decoded: [R, H, m * B, D]."""
+def _seen(plane: Plane, k_pos: torch.Tensor, oldest: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """bool [R, S]: keys that have codes, and that some row sees."""
+    seen = (k_pos <= last) & (k_pos >= oldest)
+    if plane.fmt.unit == "block":  # the open block has no codes
+        B = plane.codes.shape[2]
+        seen &= k_pos < (last + 1) // B * B
+    return seen
+
+
+def _gather(plane: Plane, table: torch.Tensor, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Blocks table [R, m] of a plane, decoded: [R, H, m * B, D]; anything where not seen [R, m * B]."""
+    if plane.decode is not None:
+        return _decoded(plane, plane.decode, table, seen, dtype)
 
     def pages(pool: torch.Tensor) -> torch.Tensor:  # [N, H, ...] -> [R, m, H, ...]
-        stored = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
-        return stored.index_select(0, table.flatten()).unflatten(0, table.shape).view(pool.dtype)
+        return _bytes(pool).index_select(0, table.flatten()).unflatten(0, table.shape).view(pool.dtype)
 
     def keys(pool: torch.Tensor) -> torch.Tensor:  # [N, H, B, ...] -> [R, H, S, ...]
         return pages(pool).transpose(1, 2).flatten(2, 3)
@@ -160,6 +168,37 @@ def _gather(plane: Plane, table: torch.Tensor, dtype: torch.dtype) -> torch.Tens
         s.unsqueeze(1) if s is not None and s.dim() else s for s in (plane.static_scale, plane.static_zero)
     )
     return codec.dequantize(keys(plane.codes), scale, zero, plane.fmt, dtype, static_scale, static_zero)
+
+
+def _decoded(plane: Plane, decode: Decode, table: torch.Tensor, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same by the quantizer's decode, which gets nothing but rows (blocks) that were encoded; zeros elsewhere."""
+    fmt, (H, B) = plane.fmt, plane.codes.shape[1:3]
+    rows = seen.unflatten(1, (-1, B))  # [R, m, B]
+    if fmt.unit == "block":
+        wanted = rows.any(-1)
+        ids = table[wanted].long()
+
+        def stored(pool: torch.Tensor) -> torch.Tensor:  # [N, H, B, ...] -> [n, B, H, ...]
+            blocks = _bytes(pool)[ids].view(pool.dtype)
+            return blocks if pool is not plane.codes and fmt.scale == "block_channel" else blocks.transpose(1, 2)
+    else:
+        wanted = rows
+        request, block, offset = wanted.nonzero(as_tuple=True)
+        ids = table[request, block].long()
+
+        def stored(pool: torch.Tensor) -> torch.Tensor:  # [N, H, B, ...] -> [n, H, ...]
+            return _bytes(pool)[ids, :, offset].view(pool.dtype)
+
+    scale, zero = (None if pool is None else stored(pool) for pool in (plane.scale, plane.zero))
+    values = decode(stored(plane.codes), scale, zero, dtype)
+    out = values.new_zeros(*rows.shape, H, values.shape[-1])
+    out[wanted] = values
+    return out.flatten(1, 2).transpose(1, 2)
+
+
+def _bytes(pool: torch.Tensor) -> torch.Tensor:
+    """fp8 as bytes: it has no indexed reads on every device."""
+    return pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
 
 
 def _visible(q_pos: torch.Tensor, k_pos: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -27,7 +27,9 @@ HUGE = 2.0**100  # far beyond what scales reach; sums of that many stay finite
 
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
-    """None if this codec handles the format at head dim D, else the reason."""
+    """None if the format can be stored at head dim D and, unless a quantizer reads it, this codec reads it; else the reason."""
+    if fmt.reading == "quantizer":
+        return None if D * fmt.bits % 8 == 0 else f"a row of {D} codes of {fmt.bits} bits does not fill whole bytes"
     if fmt.raw:
         return None if fmt.storage.is_floating_point else f"raw storage must be a float type, not {fmt.storage}"
     if fmt.group is not None and D % fmt.group:

@@ -3,17 +3,23 @@
 Does not know about: how it is read or written.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from qkv_kernels.format import KVFormat
 
+# (codes, scale, zero, dtype) -> values in dtype, of stored rows [n, H, ...], or of whole blocks [n, B, H, ...] where the format's
+# unit is "block"; scale and zero in the shapes that encoding gave.
+Decode = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.dtype], torch.Tensor]
+
 
 class Plane(NamedTuple):
     """K or V of one head range: pool planes [N, H, B, ...] and static parameters, as KVFormat says.
 
     tail [slots, H, (tail_blocks + 1) * B, D], sink [slots, H, sink_tokens, D]: raw rows in the compute dtype, unrotated.
+    decode: given where fmt.reading is "quantizer".
     """
 
     fmt: KVFormat
@@ -24,6 +30,7 @@ class Plane(NamedTuple):
     static_zero: torch.Tensor | None = None
     tail: torch.Tensor | None = None
     sink: torch.Tensor | None = None
+    decode: Decode | None = None
 
     @property
     def pool(self) -> list[torch.Tensor]:

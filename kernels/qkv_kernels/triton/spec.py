@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from qkv_kernels.format import STATIC_SCALES, KVFormat
+from qkv_kernels.format import STATIC_SCALES, UNFUSED, KVFormat
 from qkv_kernels.reference import codec
 from qkv_kernels.reference.attend import Plane
 from qkv_kernels.triton import ptx
@@ -262,6 +262,8 @@ def _conversion(arch: str) -> Literal["plain", "packed", "fp8"]:
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
     """None if the kernels read and write the format at head dim D, else the reason and what would work."""
+    if fmt.reading == "quantizer":
+        return UNFUSED
     reason = codec.refusal(fmt, D)
     if reason:
         return reason

@@ -7,7 +7,7 @@ Does not know about: requests, tensors. Only the stepping thread calls it.
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from qkv.policies.evictor.base import Evictor
@@ -40,6 +40,16 @@ class BlockAllocator(ABC):
         max_blocks_per_request: blocks of the longest request. Raises ConfigError when the pool cannot hold one request."""
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
+        self._bound = evictor, max_blocks_per_request
+
+    def renewed(self) -> "BlockAllocator":
+        """The same policy with every block free and nothing cached, and an evictor that knows nothing: what the block manager
+        goes on with after a policy failed half-way and left books that nobody can trust."""
+        evictor, max_blocks_per_request = self._bound
+        fresh = replace(self)
+        fresh.bind(self.num_blocks, replace(evictor), max_blocks_per_request)
+        fresh.step, fresh.evictions = self.step, self.evictions
+        return fresh
 
     @abstractmethod
     def blocks_for(self, num_tokens: int) -> int:

@@ -75,9 +75,10 @@ class PriorityEvictor(Evictor):
         follow from `meta` alone."""
 
     def add(self, meta: BlockMeta) -> None:
+        priority = self.priority(meta)
         self._version += 1
         self._live[meta.block] = self._version
-        heapq.heappush(self._heap, (self.priority(meta), -meta.depth, meta.block, self._version))
+        heapq.heappush(self._heap, (priority, -meta.depth, meta.block, self._version))
         if len(self._heap) > 64 + 4 * len(self._live):
             self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[3]]
             heapq.heapify(self._heap)

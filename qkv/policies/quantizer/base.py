@@ -5,14 +5,16 @@ Does not know about: blocks, requests, attention.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
-from qkv.layout import Codes, HeadFormat, HeadStatics, LayerShape, Side
+from qkv.errors import ScaleError
+from qkv.layout import SIDES, Codes, HeadFormat, HeadStatics, KVFormat, LayerShape, Side, Statics
 from qkv.registry import Registry
-from qkv.scales import ScaleFile
+from qkv.scales import ScaleFile, StaticTensor
 
 
 @dataclass
@@ -28,13 +30,51 @@ class Quantizer(ABC):
     # "custom": encode runs in Python. Otherwise kernels may encode, by the rule that each format implies:
     # raw, static where the scale is static, else absmax (zero "none") or minmax. The name says which rule is the main one.
     encode_rule: ClassVar[Literal["absmax", "minmax", "static", "custom"]]
-    needs_scales: ClassVar[bool] = False  # True: bind() fails without a scale file
+
+    def static_tensors(self) -> list[StaticTensor]:
+        """What the quantizer takes from a scale file, one tensor of each per layer. Depends on its settings only.
+
+        Calibration calls it, on a quantizer that is not bound, to know which statistics to collect and what to make of them; the
+        engine, to check a scale file. Empty: there is nothing to calibrate.
+        """
+        return []
+
+    def raw_sink_tokens(self) -> int:
+        """First tokens of a sequence that every query reads raw, in every format that is not raw: no static range need hold
+        them. Calibration asks, on a quantizer that is not bound."""
+        return 0
 
     def bind(self, layers: list[LayerShape], scales: ScaleFile | None, dtype: torch.dtype, device: torch.device) -> None:
         """The engine calls it once, before it allocates the pool: layers are the attention layers of the model, in order.
 
-        scales: what the user gave, checked; None without a file. dtype: the model's compute dtype. Raises ScaleError.
+        scales: what the user gave; None without a file. dtype: the model's compute dtype. Afterwards self._layers and self._dtype
+        are these, and static_tensor() gives what was declared. Raises ScaleError.
         """
+        declared = self.static_tensors()
+        if scales is None and self.needs_scales:
+            raise ScaleError(
+                f"quantizer {self.name} needs a scale file: write one with `python -m calibration.run quantizer={self.name}` and "
+                "pass it as scales=<file>, or use a quantizer that needs none, like int8_token"
+            )
+        if scales is not None:
+            scales.check_names(layers, declared)
+        self._layers, self._dtype = layers, dtype
+
+        def value(layer: LayerShape, t: StaticTensor) -> torch.Tensor:
+            if scales is not None:
+                return scales.tensor(layer, t)
+            assert t.default is not None
+            return torch.full(t.shape_in(layer), t.default, dtype=torch.float32)
+
+        self._tensors = [{t.name: value(layer, t).to(device) for t in declared} for layer in layers]
+
+    def static_tensor(self, layer: int, side: Side, kind: str) -> torch.Tensor | None:
+        """The declared tensor of a layer (position among the bound layers), or None where none of that name is declared."""
+        return self._tensors[layer].get(f"{side}_{kind}")
+
+    def static_bytes(self) -> int:
+        """Bytes of the static tensors of all layers. The engine adds them to what the cache takes."""
+        return sum(t.nbytes for tensors in self._tensors for t in tensors.values())
 
     @abstractmethod
     def formats(self, layer: int) -> list[HeadFormat]:
@@ -43,9 +83,19 @@ class Quantizer(ABC):
         The engine calls it after bind, to size and allocate the pool and to choose a backend; the answer never changes.
         """
 
+    def whole(self, layer: int, k: KVFormat, v: KVFormat) -> list[HeadFormat]:
+        """One pair of formats for all heads of a layer: what formats() returns for most quantizers."""
+        return [HeadFormat(range(self._layers[layer].H), k, v)]
+
     def statics(self, layer: int) -> list[HeadStatics]:
-        """Static scales and zeros, one entry per entry of formats(layer). The backend reads them once, when it is bound."""
-        return [HeadStatics() for _ in self.formats(layer)]
+        """The static scales and zeros by which kernels read and write formats that are affine, one entry per entry of
+        formats(layer). The backend asks once, when it is bound. Declared tensors of the kinds "scale" and "zero" are these."""
+
+        def of(side: Side, heads: range) -> Statics:
+            found = (self.static_tensor(layer, side, kind) for kind in ("scale", "zero"))
+            return Statics(*(t if t is None or not t.dim() else t[heads.start : heads.stop] for t in found))
+
+        return [HeadStatics(*(of(side, r.heads) for side in SIDES)) for r in self.formats(layer)]
 
     @abstractmethod
     def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:
@@ -59,21 +109,33 @@ class Quantizer(ABC):
 
     @abstractmethod
     def decode(self, codes: Codes, side: Side, layer: int, dtype: torch.dtype, range_index: int = 0) -> torch.Tensor:
-        """What encode gave -> values of encode's shape, in dtype. Calibration calls it, and tests: kernels read by format."""
+        """What encode gave -> values of encode's shape, in dtype. Row (block) i depends on codes[i] only.
+
+        The reference backend calls it before it attends, in prefill and in decoding, where the format's reading is "quantizer":
+        with the stored rows [n, H, ...] that attention reads, or, where the unit is "block", the stored blocks [n, B, H, ...], of
+        all requests together. Where the reading is "affine", kernels read by format and never call it; it must then give what
+        the format says, which is checked when an engine starts. Calibration calls it to judge ranges.
+        """
+
+    @property
+    def needs_scales(self) -> bool:
+        """Whether bind() fails without a scale file: some static tensor has no default."""
+        return any(t.default is None for t in self.static_tensors())
 
     def observers(self) -> frozenset[str]:
-        """Names of the statistics that calibration must collect for this quantizer: a side and a kind, as in "k_channel_absmax".
+        """Names of the statistics that calibration must collect, a side and a kind each, as in "k_channel_absmax"."""
+        return frozenset(name for t in self.static_tensors() for name in t.observed)
 
-        Calibration calls it before it runs the first document, on a quantizer that is not bound. Empty: it needs none.
-        """
-        return frozenset()
-
-    def tensors_from_stats(self, stats: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def tensors_from_stats(self, stats: Mapping[int, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Statistics, {layer index: {name in observers(): tensor}}, to the tensors of a ScaleFile.
 
         Calibration calls it once it has run all documents, on a quantizer that is not bound.
         """
-        return {}
+        return {
+            f"layers.{i}.{t.name}": t.make(*(s[name].float() for name in t.observed))
+            for i, s in stats.items()
+            for t in self.static_tensors()
+        }
 
     def warnings(self) -> list[str]:
         """What a record must say about the bound quantizer, e.g. that its scales were not calibrated. The engine asks once."""

@@ -6,10 +6,11 @@ from typing import ClassVar, Literal
 
 import torch
 
-from qkv.layout import SIDES, HeadFormat, HeadStatics, KVFormat, LayerShape, Statics
+from qkv.layout import SIDES, HeadFormat, KVFormat, LayerShape
 from qkv.policies.quantizer._affine import AffineQuantizer
 from qkv.policies.quantizer.base import QUANTIZERS
-from qkv.scales import ScaleFile
+from qkv.scales import ScaleFile, StaticTensor
+from qkv_kernels.reference.codec import MIN_SCALE
 
 
 @QUANTIZERS.register("fp8")
@@ -25,14 +26,17 @@ class Fp8Quantizer(AffineQuantizer):
 
     encode_rule: ClassVar[Literal["static"]] = "static"
 
+    def static_tensors(self) -> list[StaticTensor]:
+        largest = torch.finfo(self._storage).max
+
+        def scale(absmax: torch.Tensor) -> torch.Tensor:
+            return (absmax / largest).clamp(min=MIN_SCALE)
+
+        return [StaticTensor(side, "scale", ("H",), ("head_absmax",), scale, positive=True, default=1.0) for side in SIDES]
+
     def bind(self, layers: list[LayerShape], scales: ScaleFile | None, dtype: torch.dtype, device: torch.device) -> None:
         super().bind(layers, scales, dtype, device)
         self._uncalibrated = scales is None
-        for i, layer in enumerate(layers):
-            found = (
-                torch.ones(layer.H) if scales is None else scales.tensor(layer, f"{side}_scale", (layer.H,)) for side in SIDES
-            )
-            self._statics[i] = HeadStatics(*(Statics(scale.to(device)) for scale in found))
         for warning in self.warnings():
             logging.getLogger(__name__).warning(warning)
 
@@ -44,17 +48,6 @@ class Fp8Quantizer(AffineQuantizer):
     def formats(self, layer: int) -> list[HeadFormat]:
         head = KVFormat(bits=8, storage=self._storage, scale="head", scale_dtype=torch.float32)
         return self.whole(layer, head, head)
-
-    def observers(self) -> frozenset[str]:
-        return frozenset(f"{side}_head_absmax" for side in SIDES)
-
-    def tensors_from_stats(self, stats: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        largest = torch.finfo(self._storage).max
-        return {
-            f"layers.{i}.{side}_scale": (s[f"{side}_head_absmax"].float() / largest).clamp(min=2.0**-24)
-            for i, s in stats.items()
-            for side in SIDES
-        }
 
     @property
     def _storage(self) -> torch.dtype:

@@ -5,11 +5,10 @@ from typing import ClassVar, Literal
 
 import torch
 
-from qkv.errors import ScaleError
-from qkv.layout import HeadFormat, HeadStatics, KVFormat, LayerShape, Statics
+from qkv.layout import HeadFormat, KVFormat
 from qkv.policies.quantizer._affine import AffineQuantizer
 from qkv.policies.quantizer.base import QUANTIZERS
-from qkv.scales import ScaleFile
+from qkv.scales import StaticTensor
 from qkv_kernels.reference.codec import MIN_SCALE
 
 
@@ -26,39 +25,26 @@ class Int8Quantizer(AffineQuantizer):
     zero_point: bool = False
 
     encode_rule: ClassVar[Literal["absmax"]] = "absmax"
-    needs_scales: ClassVar[bool] = True
 
-    def bind(self, layers: list[LayerShape], scales: ScaleFile | None, dtype: torch.dtype, device: torch.device) -> None:
-        super().bind(layers, scales, dtype, device)
-        if scales is None:
-            raise ScaleError(
-                "quantizer int8 needs a scale file: write one with `python -m calibration.run quantizer=int8` and pass it as "
-                "scales=<file>, or use int8_token, which needs none"
-            )
-        if not self.zero_point and any(name.endswith("k_zero") for name in scales.tensors):
-            raise ScaleError(
-                "scale file holds zero points, but int8 runs with zero_point=false; set zero_point=true or calibrate again"
-            )
-        for i, layer in enumerate(layers):
-            shape = (layer.H, layer.Dk)
-            zero = scales.tensor(layer, "k_zero", shape).to(device) if self.zero_point else None
-            self._statics[i] = HeadStatics(k=Statics(scales.tensor(layer, "k_scale", shape).to(device), zero))
+    def static_tensors(self) -> list[StaticTensor]:
+        def symmetric(absmax: torch.Tensor) -> torch.Tensor:
+            return (absmax / 127).clamp(min=MIN_SCALE)
+
+        def scale(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+            return ((high - low) / 255).clamp(min=MIN_SCALE)
+
+        def zero(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+            return low + 128 * scale(low, high)
+
+        if not self.zero_point:
+            return [StaticTensor("k", "scale", ("H", "D"), ("channel_absmax",), symmetric, positive=True)]
+        seen = ("channel_min", "channel_max")
+        return [
+            StaticTensor("k", "scale", ("H", "D"), seen, scale, positive=True),
+            StaticTensor("k", "zero", ("H", "D"), seen, zero),
+        ]
 
     def formats(self, layer: int) -> list[HeadFormat]:
         zero: Literal["float", "none"] = "float" if self.zero_point else "none"
         channel = KVFormat(bits=8, storage=torch.int8, scale="channel", scale_dtype=torch.float32, zero=zero)
         return self.whole(layer, channel, KVFormat(bits=8, storage=torch.int8, scale="token"))
-
-    def observers(self) -> frozenset[str]:
-        return frozenset({"k_channel_min", "k_channel_max"} if self.zero_point else {"k_channel_absmax"})
-
-    def tensors_from_stats(self, stats: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        out = {}
-        for i, s in stats.items():
-            if self.zero_point:
-                low, high = s["k_channel_min"].float(), s["k_channel_max"].float()
-                out[f"layers.{i}.k_scale"] = ((high - low) / 255).clamp(min=MIN_SCALE)
-                out[f"layers.{i}.k_zero"] = low + 128 * out[f"layers.{i}.k_scale"]
-            else:
-                out[f"layers.{i}.k_scale"] = (s["k_channel_absmax"].float() / 127).clamp(min=MIN_SCALE)
-        return out

@@ -9,7 +9,7 @@ import torch
 from qkv.errors import ScaleError
 from qkv.layout import Codes, HeadFormat, HeadStatics, KVFormat, LayerShape, Side, Statics
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
-from qkv.scales import ScaleFile
+from qkv.scales import ScaleFile, StaticTensor
 from qkv.validate import require
 
 
@@ -53,7 +53,6 @@ class ProtectedQuantizer(Quantizer):
         require(all(len(pair) == 2 for pair in self.heads), "heads", self.heads, "[layer, head] pairs")
         self._inner, self._wide = QUANTIZERS.build(self.inner), QUANTIZERS.build(self.wide)
         require(not self._wide.needs_scales, "wide", self._wide.name, "a quantizer that needs no scales, like none or int8_token")
-        self.needs_scales = self._inner.needs_scales  # type: ignore[misc] # this one needs what it wraps needs
         if "custom" in (self._inner.encode_rule, self._wide.encode_rule):
             self.encode_rule = "custom"  # type: ignore[misc]
 
@@ -63,7 +62,7 @@ class ProtectedQuantizer(Quantizer):
                 f"quantizer protected needs a scale file for its inner {self._inner.name}: write one with "
                 "`python -m calibration.run quantizer=protected` and pass it as scales=<file>"
             )
-        self._inner.bind(layers, scales, dtype, device)
+        self._inner.bind(layers, scales, dtype, device)  # it holds the static tensors
         self._wide.bind(layers, None, dtype, device)
         known = range(-len(layers), len(layers))
         for layer in (*self.layers, *(pair[0] for pair in self.heads)):
@@ -119,15 +118,22 @@ class ProtectedQuantizer(Quantizer):
 
     def decode(self, codes: Codes, side: Side, layer: int, dtype: torch.dtype, range_index: int = 0) -> torch.Tensor:
         p = self._ranges[layer][range_index]
-        axis = _head_axis(p.source.of(side))
+        fmt, blocks = p.source.of(side), codes.data.shape[:-2]
+        axis = _head_axis(fmt)
         whole = Codes(_among(codes.data, p, -2), *(None if t is None else _among(t, p, axis) for t in codes[1:]))
-        return p.owner.decode(whole, side, layer, dtype, p.range_index)[..., p.within, :]
+        if fmt.unit == "block":
+            return p.owner.decode(whole, side, layer, dtype, p.range_index)[..., p.within, :]
+        rows = Codes(*(t if t is None else t.flatten(0, len(blocks) - 1) for t in whole))  # type: ignore[arg-type]
+        return p.owner.decode(rows, side, layer, dtype, p.range_index)[..., p.within, :].unflatten(0, blocks)
 
-    def observers(self) -> frozenset[str]:
-        return self._inner.observers()
+    def static_tensors(self) -> list[StaticTensor]:
+        return self._inner.static_tensors()
 
-    def tensors_from_stats(self, stats: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return self._inner.tensors_from_stats(stats)
+    def static_bytes(self) -> int:
+        return self._inner.static_bytes() + self._wide.static_bytes()
+
+    def raw_sink_tokens(self) -> int:
+        return max(self._inner.raw_sink_tokens(), self.sink_tokens)
 
     def warnings(self) -> list[str]:
         return self._inner.warnings() + self._wide.warnings()

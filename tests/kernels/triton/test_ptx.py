@@ -10,7 +10,7 @@ from qkv_kernels.triton import ptx
 
 
 def run(code: str, word: int) -> list[float]:
-    """The four float16 that a snippet makes of a register. Knows the instructions the snippets use, nothing more."""
+    """The four float16 values that a snippet makes of a register. Knows only the instructions that the snippets use."""
     registers = {"$2": word}
 
     def value(operand: str) -> int:

@@ -167,7 +167,7 @@ def test_splits_change_nothing(splits: int) -> None:
 
 
 def test_empty_slots_of_a_batch_give_zeros() -> None:
-    """What a captured step runs for the unused part of its bucket."""
+    """A captured step has such slots where its batch is smaller than the captured size."""
     pool, q, rule = setup("int8", [40, 9], torch.float32, sink_logits=True)
     q = torch.cat([last_rows(q, pool.lengths, [1, 1]), torch.full((2, *q.shape[1:]), torch.nan)])
     pool.block_table = torch.cat([pool.block_table, torch.zeros(2, pool.block_table.shape[1], dtype=torch.int32)])
@@ -220,7 +220,7 @@ def test_pools_of_more_elements_than_32_bits_address(axis: int) -> None:
 
 @pytest.mark.parametrize("factor", [1e-4, 1e4])
 def test_queries_and_scales_beyond_float16_are_attended_all_the_same(factor: float) -> None:
-    """Codes are multiplied in float16: what is large or small goes into float32 factors."""
+    """Codes are multiplied in float16, so large and small values must go into float32 factors."""
     pool, q, rule = setup("int8", [50], torch.float16)
     wide = (q.float() * 1000)[-1:]
     planes: list[Plane] = []

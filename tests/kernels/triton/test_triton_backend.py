@@ -107,10 +107,10 @@ def test_nothing_of_a_step_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch, qu
     def meta(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
 
-    backend._planes = [
-        [(heads, *(Plane(p.fmt, *(t if t is None else t.to("meta") for t in p[1:])) for p in sides)) for heads, *sides in parts]
-        for parts in backend._planes
-    ]
+    def moved(p: Plane) -> Plane:
+        return Plane(p.fmt, *(t if t is None else t.to("meta") for t in p[1:]))
+
+    backend._planes = [[p._replace(k=moved(p.k), v=moved(p.v)) for p in ranges] for ranges in backend._planes]
     step = AttentionMetadata(
         block_table=meta(3, 5, of=torch.int32),
         seq_lens=meta(3, of=torch.int32),
