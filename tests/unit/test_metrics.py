@@ -26,12 +26,12 @@ def test_the_hit_rate_is_of_first_admissions() -> None:
 
 def test_a_step_weighs_as_long_as_it_took() -> None:
     recorder = Recorder()
-    for used, written, held, seconds in ((4, 30, 64, 0.5), (2, 20, 32, 2.0)):
+    for used, written, held, seconds in ((4, 30, 64, 0.5), (2, 20, 32, 3.0)):
         recorder.count_step(used, written, held)
         recorder.weigh_step(seconds)
     assert (recorder.steps, recorder.used_blocks, recorder.used_blocks_peak) == (2, 2, 4)
     integrals = recorder.busy_seconds, recorder.used_block_seconds, recorder.written_token_seconds, recorder.held_token_seconds
-    assert integrals == (2.5, 6.0, 55.0, 96.0)
+    assert integrals == (3.5, 8.0, 75.0, 128.0)
 
 
 def test_few_values_have_their_exact_percentiles_and_none_has_none() -> None:
