@@ -16,6 +16,7 @@ from qkv.config import ModelConfig
 from qkv.errors import ModelError
 from qkv.models.fingerprint import fingerprint
 from qkv.models.gguf import PACKAGES, load_gguf, package_files
+from qkv.models.hub import hub_answers
 from qkv.models.shapes import RANDOM_SHAPES, build_random
 from qkv.validate import suggest
 
@@ -120,7 +121,7 @@ def wrap_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | N
 
 
 def _local(path: str) -> Place:
-    expanded = Path(path).expanduser()
+    expanded = Path(os.path.expanduser(path))
     if not expanded.exists():
         raise ModelError(f"model path '{path}' does not exist (looked in {Path.cwd()})")
     if expanded.is_dir():
@@ -144,7 +145,7 @@ def _device(name: str) -> torch.device:
 def _from_pretrained(place: Place, dtype: torch.dtype) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    local = place.kind == "path"
+    local = place.kind == "path" or not hub_answers()
     try:
         # Code from a repository is never run: trust_remote_code stays off.
         model = AutoModelForCausalLM.from_pretrained(place.value, dtype=dtype, local_files_only=local, trust_remote_code=False)
