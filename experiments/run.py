@@ -148,15 +148,17 @@ def main(arguments: Iterable[str] | None = None, config: str = "config") -> int:
     """Run the command line; returns the exit code. Raises what is a bug. config: the file of conf/ it all starts from."""
     with screen.prepared(), _logs_closed():
         command = _Command(config)
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        sweeping = bool({"-m", "--multirun"} & set(words))
         try:
-            return _main(command, sys.argv[1:] if arguments is None else list(arguments))
+            return _main(command, words)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
         except (HydraException, OmegaConfBaseException) as error:  # some of Hydra's are OSErrors too
             return command.refuse(error, 2)
         except OSError as error:
-            message = folders.no_place(error, "hydra.sweep.dir" if command.sweep else "hydra.run.dir")
+            message = folders.no_place(error, "hydra.sweep.dir" if sweeping else "hydra.run.dir")
             if message is None:
                 raise
             return command.refuse(ConfigError(message), 1 if command.codes else 2)

@@ -107,7 +107,7 @@ class ScaleFile:
             return given
         if not isinstance(given, str | Path):
             raise ScaleError(f"scales={given!r} is not allowed; it must be the path of a scale file, a ScaleFile, or null")
-        return cls.load(Path(given).expanduser())
+        return cls.load(os.path.expanduser(given))
 
     def fingerprint(self) -> str:
         """Identity of what the scales do to stored bytes: tensors, quantizer and model. xxh3_128, hex."""

@@ -4,6 +4,7 @@ Takes: the resolved configuration as a plain mapping. Gives: validated dataclass
 Does not know about: Hydra, what a particular experiment measures.
 """
 
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -91,7 +92,7 @@ def build(config: Mapping[str, Any], folder: Path, choice: str | None = None) ->
         resolve(engine.model)
     except ModelError as error:
         raise ConfigError(str(error)) from None
-    if isinstance(engine.scales, str) and not Path(engine.scales).expanduser().is_file():
+    if isinstance(engine.scales, str) and not os.path.isfile(os.path.expanduser(engine.scales)):
         raise ConfigError(f"scales: '{engine.scales}' is not a file; give a scale file, or scales=null to calibrate in memory")
 
     cls = EXPERIMENTS.get(name)

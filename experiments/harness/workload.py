@@ -6,6 +6,7 @@ Does not know about: engines, clocks, what is measured.
 
 import json
 import math
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Workload:
         require(limit is None or limit >= self.prefix_tokens + 3, "max_tokens", limit, "at least prefix_tokens + 3, or null")
         if "file" in (self.lengths, self.arrivals) or self.arrivals == "trace":
             require(self.file is not None, "file", self.file, "a file of JSON lines, for lengths=file and arrivals=trace")
-        if self.file is not None and not Path(self.file).expanduser().is_file():
+        if self.file is not None and not os.path.isfile(os.path.expanduser(self.file)):
             raise ConfigError(f"workload.file: '{self.file}' is not a file")
 
     @property
@@ -189,7 +190,7 @@ class Traffic:
 def read_lines(path: str) -> list[Line]:
     """Raises ConfigError with the number of the first bad line, and what is wrong with it."""
     lines: list[Line] = []
-    with Path(path).expanduser().open(encoding="utf-8") as file:
+    with Path(os.path.expanduser(path)).open(encoding="utf-8") as file:
         for number, text in enumerate(file, 1):
             if text.strip():
                 try:

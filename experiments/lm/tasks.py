@@ -7,14 +7,13 @@ import difflib
 import functools
 import logging
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from qkv.errors import ConfigError, QkvError
+from qkv.models.hub import unreachable
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "tasks"
 _LOCAL = ("json", "csv", "text", "parquet", "arrow", "pandas", "xml")  # builders of `datasets` that read files
@@ -36,7 +35,7 @@ def manager(names: Sequence[str], folders: Sequence[str | Path], metadata: Mappi
 
     paths = [str(FOLDER), *map(str, folders)]
     for path in paths:
-        if not Path(path).expanduser().is_dir():
+        if not os.path.isdir(os.path.expanduser(path)):
             raise ConfigError(f"task_folders: '{path}' is not a folder")
     for defaults in (False, True):
         found = TaskManager(include_path=paths, include_defaults=defaults, metadata=dict(metadata))
@@ -53,7 +52,7 @@ def load(manager: Any, names: Sequence[str]) -> dict[str, Any]:
     """The tasks that `names` stand for, by name; those of a group one by one. Raises ConfigError, naming the data set, for a task
     that needs a network where there is none."""
     remote = {name: path for name in names if (path := _remote(manager, name))}
-    if remote and not _hub_answers():
+    if remote and unreachable():
         _go_offline()
     tasks: dict[str, Any] = {}
     for name in names:
@@ -83,20 +82,6 @@ def _remote(manager: Any, name: str) -> str | None:
 
 
 @functools.lru_cache
-def _hub_answers() -> bool:
-    """Whether the hub can be reached. Waits at most 3 seconds."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return False
-    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    proxy = urlsplit(os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or "")
-    host, port = (proxy.hostname, proxy.port) if proxy.hostname else (url.hostname, url.port)
-    try:
-        socket.create_connection((host, port or 443), timeout=3).close()
-    except OSError:
-        return False
-    return True
-
-
 def _go_offline() -> None:
     """Make data sets come from the local cache or fail at once, not after minutes of retries."""
     import datasets
@@ -109,7 +94,7 @@ def _go_offline() -> None:
 def _why(name: str, path: str | None, error: Exception) -> str:
     """The error message for a task that cannot be loaded. path: the hub data set that it reads."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if path is not None and not _hub_answers():
+    if path is not None and unreachable():
         return (
             f"task '{name}' needs the data set '{path}' from the Hugging Face hub, which cannot be reached, and it is not in the "
             f"local cache. Tasks of {FOLDER.parent.name}/{FOLDER.name} need no network"

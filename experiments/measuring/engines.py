@@ -24,10 +24,15 @@ Spec = str | Mapping[str, Any]
 
 def single_document(config: EngineConfig, tokens: int) -> EngineConfig:
     """The same configuration with a pool for one sequence of `tokens` tokens, so that several engines fit beside one model."""
+    return small(config, 1, tokens)
+
+
+def small(config: EngineConfig, requests: int, tokens: int) -> EngineConfig:
+    """The same configuration with a pool for so many requests of `tokens` tokens each, without a prefix cache."""
     block = int(config.allocator.get("block_size", 16))
     cache = replace(
         config.cache,
-        num_blocks=-(-tokens // block) + 2,
+        num_blocks=requests * -(-tokens // block) + 2,
         memory_bytes=None,
         memory_utilization=None,
         host_memory_bytes=0,
@@ -36,7 +41,7 @@ def single_document(config: EngineConfig, tokens: int) -> EngineConfig:
     allocator = {
         key: value for key, value in config.allocator.items() if key != "max_len"
     }  # contiguous then reserves as much as the document
-    scheduler = replace(config.scheduler, max_model_len=tokens, max_num_seqs=1)
+    scheduler = replace(config.scheduler, max_model_len=tokens, max_num_seqs=requests)
     return replace(config, cache=cache, allocator=allocator, scheduler=scheduler)
 
 

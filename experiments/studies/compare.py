@@ -14,7 +14,7 @@ from calibration.text.data import windows
 from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.plots import bars
 from experiments.harness.table import console, number, show
-from experiments.measuring import engines
+from experiments.measuring import duration, engines
 from experiments.measuring.divergence import Accuracy, score_document
 from experiments.measuring.scales import provide, used_by
 from qkv.engine import Engine
@@ -76,6 +76,7 @@ class Compare(Experiment):
         loaded = load_model(run.engine.model)
         engines.require_positions(loaded, self.tokens_per_document, "tokens_per_document")
         cases = [_Case(spec, {}) for spec in specs]
+        console().print(duration.line(run, loaded, self._work(run, specs)))
         documents = windows(run.data, loaded.tokenizer, self.documents, self.tokens_per_document, run.engine.seed)
         try:
             with tqdm(total=len(cases) * (1 + len(documents)), disable=not run.progress, unit="part", leave=False) as bar:
@@ -86,6 +87,13 @@ class Compare(Experiment):
                 if case.row:
                     run.logger.row(case.row)
         self._show(run, loaded, cases)
+
+    def _work(self, run: Run, specs: list[engines.Spec]) -> duration.Work:
+        work, window = run.workload, self.tokens_per_document
+        calibrated = sum(QUANTIZERS.build(spec).needs_scales for spec in specs) * self.calibration_documents * window
+        requests, scored = len(specs) * work.repeats * work.num_requests, len(specs) * self.documents * window
+        batch = min(work.num_requests, run.engine.scheduler.max_num_seqs)
+        return duration.Work(requests * work.prompt_tokens + calibrated, requests * work.output_tokens, scored, batch)
 
     def _measure_speed(self, run: Run, loaded: LoadedModel, cases: list[_Case], bar: Any) -> None:
         work = run.workload

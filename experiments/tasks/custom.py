@@ -8,6 +8,7 @@ Does not know about: models.
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Custom(ConfigurableTask):
 
 def read(path: Path) -> tuple[str, list[dict[str, Any]]]:
     """The kind of the file's lines, and the lines. Blank lines are skipped. Raises ConfigError that names the unusable lines."""
-    path = path.expanduser()
+    path = Path(os.path.expanduser(path))
     if not path.is_file():
         raise ConfigError(f"task.custom.path: '{path}' is not a file")
     rows: list[dict[str, Any]] = []

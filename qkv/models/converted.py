@@ -29,7 +29,10 @@ def cache_root() -> Path:
     """$QKV_CACHE, else $XDG_CACHE_HOME/qkv, else ~/.cache/qkv."""
     if os.environ.get("QKV_CACHE"):
         return Path(os.environ["QKV_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qkv"
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "qkv"
+    home = os.path.expanduser("~")
+    return Path("/nonexistent" if home == "~" else home) / ".cache" / "qkv"  # that is where users without a home live
 
 
 def hash_file(path: Path) -> str:

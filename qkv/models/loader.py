@@ -129,7 +129,7 @@ def wrap_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | N
 
 
 def _local(path: str) -> Place:
-    expanded = Path(path).expanduser()
+    expanded = Path(os.path.expanduser(path))
     if not expanded.exists():
         raise ModelError(f"model path '{path}' does not exist (looked in {Path.cwd()})")
     if expanded.is_dir():

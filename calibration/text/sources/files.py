@@ -7,6 +7,7 @@ import glob
 import gzip
 import json
 import lzma
+import os
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
@@ -45,7 +46,7 @@ class _Files(DataSource):
     suffixes: ClassVar[tuple[str, ...]]
 
     def __post_init__(self) -> None:
-        path = Path(self.path).expanduser()
+        path = Path(os.path.expanduser(self.path))
         if not self.path or not (path.exists() or glob.glob(str(path), recursive=True)):
             raise ConfigError(
                 f"data.path: '{self.path}' does not exist; give a file, a folder or a pattern that does: data.path=..."
@@ -54,7 +55,7 @@ class _Files(DataSource):
             raise ConfigError(f"data.path: '{self.path}' is not {self.kind} by its name; read it with data={other}, or rename it")
 
     def rows(self) -> Iterator[Any]:
-        path = Path(self.path).expanduser()
+        path = Path(os.path.expanduser(self.path))
         if path.is_dir():
             there = [p for p in path.rglob("*") if p.is_file() and not any(n.startswith(".") for n in p.relative_to(path).parts)]
         elif path.exists():
@@ -253,7 +254,7 @@ class Parquet(_Table):
                 for batch in parquet.ParquetFile(path).iter_batches(batch_size=256):
                     yield from batch.to_pylist()
         except (pyarrow.ArrowException, ValueError) as error:
-            if Path(self.path).expanduser().is_file():
+            if Path(os.path.expanduser(self.path)).is_file():
                 raise ConfigError(f"data.path: cannot load '{self.path}': {str(error).splitlines()[0]}") from None
             yield Bad("unreadable file, or the rest of one")
 

@@ -1,6 +1,7 @@
 """Data sets of the Hugging Face hub, as a stream: nothing but the rows read is downloaded or held in memory."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -63,7 +64,7 @@ class Hub(DataSource):
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-        if Path(self.path).expanduser().exists():
+        if Path(os.path.expanduser(self.path)).exists():
             return
         instead = "or read files: data=jsonl data.path=FILE"
         try:

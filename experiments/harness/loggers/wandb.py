@@ -38,7 +38,7 @@ class WandbLogger(Logger):
 
             if self.mode == "online" and not _logged_in(wandb):
                 raise PermissionError("nobody is logged in (wandb login, or WANDB_API_KEY=...; or logger.mode=offline)")
-            self._scales = [Path(str(config["scales"])).expanduser()] if config.get("scales") else []
+            self._scales = [Path(os.path.expanduser(str(config["scales"])))] if config.get("scales") else []
             self._run = wandb.init(
                 project=self.project,
                 entity=self.entity,

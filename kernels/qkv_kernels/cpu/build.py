@@ -43,6 +43,16 @@ class BuildError(Exception):
     """No compiler, or it failed; the message says what to do."""
 
 
+def _cache() -> Path:
+    """$QKV_CACHE, else $XDG_CACHE_HOME/qkv, else ~/.cache/qkv."""
+    if os.environ.get("QKV_CACHE"):
+        return Path(os.environ["QKV_CACHE"])
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "qkv"
+    home = os.path.expanduser("~")
+    return Path("/nonexistent" if home == "~" else home) / ".cache" / "qkv"  # that is where users without a home live
+
+
 def compiler() -> str:
     """$CXX or the first of g++, clang++, c++ on the PATH. Raises BuildError."""
     asked = os.environ.get("CXX")
@@ -63,7 +73,7 @@ def library(extra: tuple[str, ...] = ()) -> Path:
     for file in sorted(SOURCES.iterdir()):
         if file.suffix in (".h", ".cpp"):
             key.update(file.name.encode() + b"\0" + file.read_bytes())
-    folder = Path(os.environ.get("QKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qkv") / "cpu"
+    folder = _cache() / "cpu"
     target = folder / f"qkv_cpu-{key.hexdigest()[:16]}.so"
     if target.exists():
         return target
