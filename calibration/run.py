@@ -3,7 +3,7 @@
     python -m calibration.run model=smollm2 data=text data.path=documents quantizer=int8 method=absmax out=scales.safetensors
     python -m calibration.run --help
 
-It is `experiments.run` with another default configuration (conf/calibration.yaml): same groups, same errors, same record.
+It is `experiments.run` with another default configuration (conf/calibration.yaml): same options, same errors, same record.
 """
 
 import sys

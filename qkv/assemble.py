@@ -25,6 +25,7 @@ from qkv.layout import HeadFormat, LayerShape
 from qkv.metrics.reads import CountReads
 from qkv.metrics.recorder import Recorder
 from qkv.models import LoadedModel
+from qkv.models.concerns import concerns
 from qkv.policies.allocator.base import ALLOCATORS, BlockAllocator
 from qkv.policies.evictor.base import EVICTORS, Evictor
 from qkv.policies.preemptor.base import PREEMPTORS, CostModel, Preemptor
@@ -79,6 +80,7 @@ class StepRunner(Protocol):
 
     observer: Observer | None
 
+    def model_changed(self) -> bool: ...
     def run(self, plan: StepPlan) -> StepResult: ...
     def forget(self, request: Request) -> None: ...
 
@@ -159,6 +161,12 @@ def _assemble(
         deterministic=config.runner.deterministic,
         cuda_graphs=config.runner.cuda_graphs,
     )
+    core.warnings += loaded.warnings
+    core.warnings += concerns(
+        loaded.model, loaded.tokenizer, adapter.eos_token_ids, adapter.vocab_size, config.runner.deterministic
+    )
+    adapter.warnings[:0] = core.warnings
+    core.warnings = adapter.warnings  # one list: later on, the adapter adds what it notices
     return core.parts(adapter, runner, backend, reason)
 
 

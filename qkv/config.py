@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 else:
     ScaleFile = Any  # settings are read without torch; ScaleFile.of() says what is none
 
+_SEEDS = 2**63  # what torch's and numpy's generators both take
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
@@ -44,6 +45,7 @@ class ModelConfig:
     max_positions: int | None = None
 
     def __post_init__(self) -> None:
+        require(0 <= self.seed < _SEEDS, "seed", self.seed, "0 to 2^63 - 1")
         for name in SHAPE_FIELDS:
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "at least 1, or null")
@@ -196,3 +198,6 @@ class EngineConfig:
     scales: str | Path | ScaleFile | None = None
     seed: int = 0
     policy_modules: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < _SEEDS, "seed", self.seed, "0 to 2^63 - 1")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 class Engine:
     """Generation and scoring on a paged, quantized KV cache. Make one with `Engine.create` or `Engine.from_config`;
-    close it (or use it in a `with`) to give a passed-in model its own attention back.
+    close it (or use it in a `with`) to free its pool. A model that is passed in stays yours: README.md says what that means.
 
     Threads: every method may be called from any thread at any time. Requests of all callers run in the same steps, which one of
     the waiting threads takes for everybody, and each caller gets its own results; a stream that is read slowly delays nobody.
@@ -63,7 +63,7 @@ class Engine:
         scales = usable_scales(config, policies.quantizer)
         if loaded is None:
             simulated = config.runner.name == "simulated"
-            loaded = SimulatedModel.of(config.model) if simulated else load_model(config.model)
+            loaded = SimulatedModel.of(config.model) if simulated else load_model(config.model, tokenizer)
         if tokenizer is not None and isinstance(loaded, LoadedModel):
             loaded = replace(loaded, tokenizer=tokenizer)
         self._parts: Parts
@@ -364,10 +364,22 @@ class Engine:
             self.scheduler.manager.check(self.scheduler.requests())
             self._parts.store.check_null()
 
+    def left_over(self) -> dict[str, int]:
+        """What requests hold, by kind. Nothing, once all of them have ended and their callers have what they asked for."""
+        with self._turns.alone():
+            manager = self.scheduler.manager
+            return {
+                "blocks": manager.allocator.num_referenced,
+                "host_blocks": manager.host.num_blocks - manager.host.num_free,
+                "receivers": len(self._loop.receivers),
+                "outputs": self._loop.num_outputs,
+                "calls": self._turns.num_unfinished,
+            }
+
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all requests, free the pool, give the model its attention back. Calls that wait in other threads end with
+        """End all requests, free the pool, let go of the model. Calls that wait in other threads end with
         ClosedError. Safe to call twice."""
         if not self._turns.close():
             return

@@ -55,6 +55,10 @@ class DecodeGraphs:
                 return False
         return True
 
+    def forget(self) -> None:
+        """The model changed: graphs hold the addresses of the weights that it had, and the operators of its layers."""
+        self._graphs, self.failure = {}, None
+
     def has(self, rows: int) -> bool:
         return rows in self._graphs
 

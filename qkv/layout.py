@@ -75,13 +75,20 @@ class Codes(NamedTuple):
 
 
 class Statics(NamedTuple):
-    """Static parameters of one side of one layer and head range: the scale and the zero that are not in the pool.
+    """Static parameters of one side of one layer and head range, which are not in the pool. float32.
 
-    [] for "tensor", [H] for "head", [H, D] for "channel", else None. float32.
+    scale, zero: [] for "tensor", [H] for "head", [H, D] for "channel", else None; scale [] too where a format has a tensor_scale.
+    table: the codebook, [entries] or [H, entries], where the format's reading is "codebook".
     """
 
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+
+    def of_heads(self, heads: slice) -> "Statics":
+        """Those of some of the heads."""
+        scale, zero = (t if t is None or not t.dim() else t[heads] for t in (self.scale, self.zero))
+        return Statics(scale, zero, self.table if self.table is None or self.table.dim() == 1 else self.table[heads])
 
 
 class HeadStatics(NamedTuple):

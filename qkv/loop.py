@@ -57,8 +57,11 @@ class Loop:
 
     def advance(self) -> list[Request]:
         """One step; the requests that got a token or ended. After an interrupt (Ctrl-C) all that ran is prefilled again, and
-        what had ended is in the next step's answer; every Exception is dealt with here."""
+        what had ended is in the next step's answer; every Exception is dealt with here, but for a ModelError: the model's user
+        made it one that cannot be served, and nothing else happened."""
         torch.get_num_threads()  # a thread that steps for the first time takes over the process's number of threads
+        if self._runner.model_changed():
+            self._start_over()
         advanced, self._ended = self._ended, []
         try:
             self.take_in(advanced)
@@ -263,6 +266,11 @@ class Loop:
                 self.on_step, self.watcher_failure = None, error
 
     # -- results -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_outputs(self) -> int:
+        """Requests of which text or log-probabilities are kept."""
+        return len(self._outputs)
 
     def forget(self, request: Request) -> None:
         """Nobody will ask for its output."""

@@ -77,5 +77,5 @@ def import_policy_modules(modules: list[str]) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except ImportError as error:
+        except (ImportError, TypeError, ValueError) as error:  # the latter two for what is no module's name
             raise ConfigError(f"policy_modules: cannot import '{module}': {error}") from error

@@ -76,11 +76,18 @@ class Runner:
         self._all_rows = torch.arange(R, device=device)
         self.graphs = DecodeGraphs(self._decode_rows, R) if cuda_graphs and backend.capturable and device.type == "cuda" else None
 
+    def model_changed(self) -> bool:
+        """Whether the model's user changed it since the last step. Raises ModelError if it cannot be served any more."""
+        changed = self.adapter.model_changed()
+        if changed and self.graphs is not None:
+            self.graphs.forget()
+        return changed
+
     def run(self, plan: StepPlan) -> StepResult:
         """One forward over the plan's tokens."""
         if not plan.num_tokens:
             return StepResult(None, [])
-        if self.graphs is not None and not plan.prefills and self.observer is None:
+        if self.graphs is not None and not plan.prefills and self.observer is None and self.adapter.replayable:
             logits = self._replay(self.graphs, plan)
             if logits is not None:
                 return StepResult(logits, [])

@@ -63,7 +63,7 @@ class ScaleFile:
 
     tensors: {"layers.{index}.{name}": tensor}, for every layer and every name that the quantizer declares, such as k_scale.
     metadata, JSON values: format_version, model (name), model_fingerprint, quantizer (name), quantizer_fields, method,
-        data_fingerprint, documents, tokens, versions {library: version}, date.
+        data_fingerprint, documents, tokens, versions {library: version}, date, warnings (of whoever made it).
     warnings: what a record must say, filled by validate().
     """
 
@@ -144,7 +144,9 @@ class ScaleFile:
         scales = [self.tensor(layer, t) for layer in layers for t in declared if t.positive]
         others = [self.tensor(layer, t) for layer in layers for t in declared if not t.positive]
         uncalibrated = bool(scales) and all(bool((t == 1).all()) for t in scales) and not any(bool(t.any()) for t in others)
-        self.warnings = ["every static scale is exactly 1.0: the scale file looks uncalibrated"] if uncalibrated else []
+        self.warnings = [str(warning) for warning in self.metadata.get("warnings") or []]
+        if uncalibrated:
+            self.warnings.append("every static scale is exactly 1.0: the scale file looks uncalibrated")
 
     def check_names(self, layers: Sequence[LayerShape], declared: Sequence[StaticTensor]) -> None:
         """Raises ScaleError naming the layer if the file holds a tensor that the quantizer would not read."""

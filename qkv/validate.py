@@ -47,6 +47,8 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     Raises ConfigError for unknown keys, missing keys, wrong types and, through __post_init__, values out of range.
     A field whose type is a dataclass takes a mapping.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: expected a mapping, got {values!r}")
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     hints = _hints(cls)  # type: ignore[arg-type]
     out: dict[str, Any] = {}

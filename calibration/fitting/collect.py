@@ -16,8 +16,10 @@ import torch
 import xxhash
 
 from calibration.fitting import histogram
+from calibration.text.enough import shortage
 from qkv.errors import ConfigError, ScaleError
 from qkv.layout import LayerShape
+from qkv.models import LoadedModel, fingerprint
 from qkv.policies.quantizer.base import Quantizer
 from qkv.scales import ScaleFile
 from qkv.types import SamplingParams
@@ -48,9 +50,9 @@ def _of_sinks(x: torch.Tensor, start: int, sinks: int, neutral: float) -> torch.
     return out
 
 
-# name without "k_" or "v_" -> (over the tokens of one call: x [T, H, D], the position of its first row in the document, how many
-# positions count as sinks -> the statistic, or None if no row concerns it; how calls, documents and shards combine: exactly, in
-# any order). The body is all but the sinks.
+# Name without "k_" or "v_" -> (reduce, combine). reduce takes the tokens of one call, x [T, H, D], the position of its first row
+# in the document and how many positions count as sink tokens; it gives the statistic, or None if no row concerns it. combine
+# joins what calls, documents and shards gave, exactly, in any order. The body is all but the sink tokens.
 _KINDS: dict[str, tuple[Reduce, Combine]] = {
     "channel_absmax": (lambda x, *_: x.abs().amax(0), torch.maximum),  # [H, D]
     "channel_max": (lambda x, *_: x.amax(0), torch.maximum),  # [H, D]
@@ -71,7 +73,7 @@ HISTOGRAM_LIMIT = 2**31 - 1  # tokens that an int32 count holds
 class Collector:
     """An observer that keeps running statistics of every layer, whatever the batch.
 
-    sink_tokens: how many tokens at the start of a document count as attention sinks. skip: tokens at the start of a document
+    sink_tokens: how many tokens at the start of a document count as sink tokens. skip: tokens at the start of a document
     that no statistic sees. With either, run documents one at a time and call begin() before each.
     """
 
@@ -136,7 +138,10 @@ def data_fingerprint(documents: Sequence[Sequence[int]]) -> str:
 
 
 def identity(engine: "Engine", documents: Sequence[Sequence[int]], sink_tokens: int) -> dict[str, Any]:
-    """What two runs must have in common for one to continue the other's statistics."""
+    """What two runs must have in common for one to continue the other's statistics. Raises ScaleError if the engine's model was
+    changed since."""
+    if isinstance(engine.loaded, LoadedModel) and fingerprint(engine.loaded.model) != engine.loaded.fingerprint:
+        raise ScaleError("the model was changed since this engine was made; create a new engine to calibrate it as it is now")
     return {
         "model": engine.loaded.name,
         "model_fingerprint": engine.loaded.fingerprint,
@@ -147,13 +152,21 @@ def identity(engine: "Engine", documents: Sequence[Sequence[int]], sink_tokens: 
 
 
 def provenance(engine: "Engine", documents: Sequence[Sequence[int]], sink_tokens: int) -> dict[str, Any]:
-    """The part of a file's metadata that says which model and which data it came from."""
+    """The part of a file's metadata that says which model and which data it came from. warnings: of too little text."""
+    tokens = sum(map(len, documents))
     return identity(engine, documents, sink_tokens) | {
         "documents": len(documents),
-        "tokens": sum(map(len, documents)),
+        "tokens": tokens,
+        "warnings": text_warnings(tokens),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def text_warnings(tokens: int) -> list[str]:
+    """What a scale file from so many tokens must say."""
+    short = shortage(tokens)
+    return [] if short is None else [short]
 
 
 def quantizer_metadata(quantizer: Quantizer, method: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a calibration found, in numbers per layer and head, and what they suggest: outliers, protection, sinks, saturation.
+"""What a calibration found, in numbers per layer and head, and what they suggest: outliers, protection, sink tokens, saturation.
 
 Takes: Statistics, a quantizer with its scales, a few documents through the model. Gives: one dictionary of JSON values.
 Does not know about: files, plots, perplexity. Every rule is a constant below and is stated with its result.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from calibration.fitting import histogram
-from calibration.fitting.collect import Stats, run_document
+from calibration.fitting.collect import Collector, Stats, run_document
 from calibration.fitting.output import FIRST, OutputErrors
 from calibration.fitting.saturation import Saturation
 from calibration.fitting.search import bound, tensors
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 OUTLIER = 10.0  # a K channel is an outlier from this multiple of its head's median channel on
 LAYER = 2.0  # a layer is worth protecting from this multiple of the median layer's output error on
 HEAD = 4.0  # a head, of the median head's
-SINK = 0.05  # a position is a sink from this mean share of the attention on, and from SINK_RATIO times an even share on
+SINK = 0.05  # a position holds a sink token from this mean share of the attention on, and from SINK_RATIO times an even share on
 SINK_RATIO = 3.0
+BEYOND = 0.05  # a channel grew from this share of its calibrated range on
 _WORST = 4  # times per-channel's output error, from which on per-token keys are advised against
 _NOTHING = 1e-4  # relative errors below this are no basis for a ratio
 
@@ -42,14 +43,21 @@ def diagnose(
     """engine stores K and V unquantized and runs each of `documents` in one step. progress(tokens) after each.
 
     "layers": per layer {layer, k_absmax [H], v_absmax [H], v_token {p50, p99} [H], outliers [{head, channel, absmax, ratio}], and
-    measured on `documents`: saturation and reach {k, v}, output_error [H] (relative, both sides stored), output_error_k [H],
+    measured on `documents`: saturation and reach {k, v}, beyond {k, v} (share of channels that leave what the statistics saw by
+    at least BEYOND of its width), output_error [H] (relative, both sides stored), output_error_k [H],
     output_error_int8_channel_k and output_error_int8_token_k [H] (keys as in int8 and int8_token instead), sink_share [FIRST]
     and even_share (if all positions drew alike)}. "suggestions": see suggest().
     """
     fixed = bound(quantizer, scales, engine.layers)
     saturation, errors = Saturation(engine.layers, fixed), _output_errors(engine, fixed, stats)
+    seen = Collector([f"{side}_channel_{end}" for side in "kv" for end in ("min", "max")])
+
+    def ranges(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        saturation(layer, q, k, v)
+        seen(layer, q, k, v)
+
     for tokens in documents:
-        for observer in (saturation, errors):
+        for observer in (ranges, errors):
             if observer is not None and len(tokens) > 1:
                 with engine.observe(observer):
                     run_document(engine, tokens)
@@ -60,6 +68,8 @@ def diagnose(
         entry = _ranges(layer.index, stats[layer.index])
         entry["saturation"] = {side: fit.rate for side, fit in saturation.fits[layer.index].items()}
         entry["reach"] = {side: fit.reach for side, fit in saturation.fits[layer.index].items()}
+        if layer.index in seen.stats:
+            entry["beyond"] = {side: _beyond(stats[layer.index], seen.stats[layer.index], side) for side in "kv"}
         if errors is not None and documents:
             names = ("output_error", "output_error_k", "output_error_int8_channel_k", "output_error_int8_token_k")
             entry |= dict(zip(names, errors.relative(layer.index).tolist(), strict=True))
@@ -67,6 +77,13 @@ def diagnose(
             entry |= {"sink_share": mass.tolist(), "even_share": errors.uniform}
         layers.append(entry)
     return {"layers": layers, "suggestions": suggest(layers)}
+
+
+def _beyond(calibrated: Stats, seen: Stats, side: str) -> float:
+    """Share of the channels of a layer whose values in `seen` leave the calibrated range by at least BEYOND of its width."""
+    low, high = calibrated[f"{side}_channel_min"], calibrated[f"{side}_channel_max"]
+    over = torch.maximum(low - seen[f"{side}_channel_min"], seen[f"{side}_channel_max"] - high)
+    return float((over > BEYOND * (high - low)).float().mean())
 
 
 def _output_errors(engine: "Engine", quantizer: Quantizer, stats: Mapping[int, Stats]) -> OutputErrors | None:
@@ -101,7 +118,7 @@ def _ranges(index: int, stats: Stats) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Suggestions:
-    """layers, heads [[layer, head]], sinks (tokens at the start): worth a wider format. lines: why, for people."""
+    """layers, heads [[layer, head]], sinks (how many sink tokens at the start): worth a wider format. lines: why, for people."""
 
     layers: list[int] = dataclasses.field(default_factory=list)
     heads: list[list[int]] = dataclasses.field(default_factory=list)

@@ -28,10 +28,10 @@ def seen(stats: Stats, side: str, raw: int = 0) -> Range:
 
 
 def percentile(stats: Stats, side: str, keep: float, raw: int = 0) -> Range:
-    """The middle `keep` percent of every channel's values, half of the rest cut on each side; attention sinks are not clipped."""
+    """The middle `keep` percent of every channel's values, half of the rest cut on each side; sink tokens are not clipped."""
     full = seen(stats, side, raw)
     counts = stats.get(f"{side}_histogram")
-    if counts is None:  # every document was shorter than its sinks
+    if counts is None:  # every document had sink tokens only
         return full
     outside = (1 - keep / 100) / 2
     low = torch.maximum(histogram.quantile(counts, outside), full.low)  # a quantile is read off a bin, an extreme is exact
@@ -46,7 +46,7 @@ def narrowed(full: Range, factor: float, symmetric: bool) -> Range:
 
 
 def cover_sinks(r: Range, stats: Stats, side: str, raw: int = 0) -> Range:
-    """Widened to what the sink tokens need, but for the first `raw`, which the quantizer does not encode. Sinks are few, so an
+    """Widened to what the sink tokens need, but for the first `raw`, which the quantizer does not encode. These are few, so an
     average would sacrifice them, but all tokens attend to them."""
     low, high = stats.get(f"{side}_sink_min"), stats.get(f"{side}_sink_max")
     if low is None or high is None or raw >= len(low):

@@ -58,19 +58,34 @@ def _page(report: Mapping[str, Any], charts: Sequence[Path]) -> str:
     images = [(c.stem, base64.b64encode(c.read_bytes()).decode()) for c in charts]
     template = Template(_PAGE, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     advice = report["suggestions"]["lines"] or ["nothing stands out"]
-    return template.render(model=report["model"], facts=facts, advice=advice, images=images, layers=map(_cells, report["layers"]))
+    told = {name: report[name] for name in ("model", "warnings", "first_rows", "next_data")}
+    return template.render(told, facts=facts, advice=advice, images=images, layers=map(_cells, report["layers"]))
 
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Calibration of {{ model }}</title><style>
 body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;margin:.5rem 0}td,th{padding:.15rem .7rem;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child{text-align:left}img{max-width:100%}code{background:#f3f3f3;padding:0 .2rem}small{color:#666}</style>
-<h1>Calibration of {{ model }}</h1><table>
+td:first-child,th:first-child{text-align:left}pre{white-space:pre-wrap;background:#f3f3f3;padding:.4rem}
+.warning{background:#fde8e8;border-left:.3rem solid #c00;padding:.4rem .8rem;font-weight:bold}
+img{max-width:100%}code{background:#f3f3f3;padding:0 .2rem}small{color:#666}</style>
+<h1>Calibration of {{ model }}</h1>
+{% for line in warnings %}
+<p class="warning">Warning: {{ line }}</p>
+{% endfor %}
+<table>
 {% for name, value in facts %}
 <tr><td>{{ name }}</td><td style="text-align:left">{{ value }}</td></tr>
 {% endfor %}
-</table><h2>What stands out</h2><ul>
+</table><h2>The first rows, as they were read</h2><ol>
+{% for text in first_rows %}
+<li><pre>{{ text }}</pre></li>
+{% endfor %}
+</ol><h2>What stands out</h2><ul>
 {% for line in advice %}
+<li>{{ line }}</li>
+{% endfor %}
+</ul><h2>Which data to use next</h2><ul>
+{% for line in next_data %}
 <li>{{ line }}</li>
 {% endfor %}
 </ul><h2>Charts</h2>

@@ -54,7 +54,7 @@ class Saturation:
         for ranges, s in zip(self._quantizer.formats(n), self._quantizer.statics(n), strict=True):
             heads = slice(ranges.heads.start, ranges.heads.stop)
             for side, x in zip(SIDES, (k, v), strict=True):
-                fmt, (scale, zero) = ranges.of(side), s.of(side)
+                fmt, (scale, zero, _) = ranges.of(side), s.of(side)
                 if fmt.scale in STATIC_SCALES and scale is not None:
                     _add(self.fits[layer].setdefault(side, Fit()), x[self._raw :, heads].float().cpu(), fmt, scale, zero)
 

@@ -5,9 +5,9 @@
     mse         of a ladder of narrower ranges, the one with the smallest squared error of the stored values
     output      of the same ladder, the one with the smallest squared error of attention's output, measured on documents
 
-With `percentile` and `mse` the first tokens of every document (attention sinks) are kept out of the statistics and ranges are
+With `percentile` and `mse` the first tokens of every document (its sink tokens) are kept out of the statistics and ranges are
 widened to hold them: squared error alone would wreck them, since they are few. `output` needs no such rule, it sees what a
-clipped sink does to everybody else. Sinks that the quantizer keeps raw (protected) count for no method.
+clipped sink does to everybody else. Sink tokens that the quantizer keeps raw (protected) count for no method.
 Sources: clipping by squared error as in OCTAV (Sakr et al. 2022) and SKVQ (Duanmu et al.
 2024), by the output of the operation as in AWQ (Lin et al. 2024); theirs are about weights or groups, ours about static
 scales of a KV cache, and the error is measured with the quantizer's own encode and decode, whatever its format.
@@ -101,7 +101,7 @@ def least_squares(quantizer: Quantizer, stats: Mapping[int, Stats], layers: Sequ
         choices[layer.index] = {side: torch.zeros(layer.H, 1, dtype=torch.int64) for side in "kv"}
         for side in sides:
             counts = stats[layer.index].get(f"{side}_histogram")
-            if counts is None:  # every document was shorter than its sinks
+            if counts is None:  # every document had sink tokens only
                 continue
             x, weights = histogram.points(counts)
             rows = x[:, None, None].expand(weights.shape)

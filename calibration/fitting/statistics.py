@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from calibration.fitting.collect import STATISTICS, Stats, combined
+from calibration.fitting.collect import STATISTICS, Stats, combined, text_warnings
 from qkv.errors import ScaleError
 from qkv.scales import ScaleFile
 
@@ -63,7 +63,8 @@ class Statistics:
         shards = {s["data_fingerprint"]: s for s in [*shards_of(a), *shards_of(b)]}
         if len(shards) < len(shards_of(a)) + len(shards_of(b)):
             raise ScaleError("these statistics do not add up: both hold the same documents, which would count twice")
-        total = {key: a.get(key, 0) + b.get(key, 0) for key in ("documents", "tokens")}
+        total: dict[str, Any] = {key: a.get(key, 0) + b.get(key, 0) for key in ("documents", "tokens")}
+        total["warnings"] = text_warnings(total["tokens"])
         data = "+".join(sorted(shards))
         layers = {i: combined(stats, other.layers[i]) for i, stats in self.layers.items()}
         return Statistics(layers, a | total | {"data_fingerprint": data, "shards": list(shards.values())})

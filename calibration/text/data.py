@@ -66,8 +66,21 @@ def opening(tokenizer: Any) -> list[int]:
     return start if start and start[0] == tokenizer.bos_token_id else []
 
 
+def encode_body(tokenizer: Any, text: str) -> list[int]:
+    """Token ids without the token that the tokenizer starts every text with, which some chat templates write themselves."""
+    first, tokens = opening(tokenizer), encode(tokenizer, text)
+    return tokens[len(first) :] if first and tokens[: len(first)] == first else tokens
+
+
 def windows(
-    source: DataSource, tokenizer: Any, count: int, length: int, seed: int = 0, skip: int = 0, cycle: bool = False
+    source: DataSource,
+    tokenizer: Any,
+    count: int,
+    length: int,
+    seed: int = 0,
+    skip: int = 0,
+    cycle: bool = False,
+    report: Report | None = None,
 ) -> list[list[int]]:
     """`count` token lists of exactly `length` ids, after skipping the first `skip` of them: windows never overlap.
 
@@ -75,7 +88,7 @@ def windows(
     tokenizer starts every text with a special token (bos), so does each window. Too little text raises ConfigError, or
     with `cycle` is repeated.
     """
-    documents = source.documents(tokenizer)
+    documents = source.documents(tokenizer, report)
     random.Random(seed).shuffle(documents)
     first = opening(tokenizer)
     body = length - len(first)
@@ -86,7 +99,7 @@ def windows(
     for text in documents:
         if len(stream) >= need:
             break
-        stream += encode(tokenizer, text.strip() + "\n\n")
+        stream += encode_body(tokenizer, text.strip() + "\n\n")
     if len(stream) < need and not (cycle and stream):
         raise ConfigError(
             f"data.{source.name}: {skip + count} windows of {length} tokens need {need:,} tokens, it has {len(stream):,}. "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from calibration.text.data import DataSource, encode, opening, windows
+from calibration.text.data import DataSource, encode_body, opening, windows
 from calibration.text.rows import Report
 from qkv.errors import ConfigError
 from qkv.validate import require
@@ -39,11 +39,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Sample:
-    """calibration, held_back: token lists. how: one line that says how they were made."""
+    """calibration, held_back: token lists. how: one line that says how they were made. cut: documents that were longer than
+    a sample, so that their later positions were not seen. report: how the rows were read."""
 
     calibration: list[list[int]]
     held_back: list[list[int]]
     how: str
+    cut: int
     report: Report
 
 
@@ -51,32 +53,34 @@ def draw(source: DataSource, tokenizer: Any, sampling: Sampling, seed: int) -> S
     """Raises ConfigError when the source is missing or nothing usable is left."""
     want, report = sampling.documents + sampling.held_back, Report()
     if sampling.packing:
-        lists = windows(source, tokenizer, want, sampling.tokens, seed)
+        lists, cut = windows(source, tokenizer, want, sampling.tokens, seed, report=report), 0
         how = f"documents joined, cut into windows of {sampling.tokens} tokens"
     else:
         texts = source.documents(tokenizer, report)
-        lists, how = _documents(texts, tokenizer, want, sampling.tokens, seed)
+        lists, how, cut = _documents(texts, tokenizer, want, sampling.tokens, seed)
     # Spread the held-back ones over the lengths, which the lists are sorted by.
     held = round(len(lists) * sampling.held_back / want) if len(lists) > 1 else 0
     held = min(len(lists) - 1, max(held, min(1, sampling.held_back)))
     chosen = {int((i + 0.5) * len(lists) / held) for i in range(held)} if held > 0 else set()
     rest = [tokens for i, tokens in enumerate(lists) if i not in chosen]
     random.Random(seed).shuffle(rest)
-    return Sample(rest, [lists[i] for i in sorted(chosen)], how, report)
+    return Sample(rest, [lists[i] for i in sorted(chosen)], how, cut, report)
 
 
-def _documents(texts: Sequence[str], tokenizer: Any, want: int, length: int, seed: int) -> tuple[list[list[int]], str]:
-    """Up to `want` token lists, shortest first, and how they were made."""
+def _documents(texts: Sequence[str], tokenizer: Any, want: int, length: int, seed: int) -> tuple[list[list[int]], str, int]:
+    """Up to `want` token lists, shortest first, how they were made, and how many documents were longer than a sample."""
     first = opening(tokenizer)
     body = length - len(first)
     if len(texts) >= want:
         picked = _stratified(texts, want, seed)
-        pieces = [encode(tokenizer, text[: _CHARACTERS * body])[: body + 1] for text in picked]
+        pieces = [encode_body(tokenizer, text[: _CHARACTERS * body])[: body + 1] for text in picked]
+        long = sum(len(p) > body for p in pieces)
         how = f"{want} of {len(texts):,} documents, drawn evenly from {_STRATA} classes of length"
     else:
-        pieces = []
+        pieces, long = [], 0
         for text in sorted(texts, key=len):
-            tokens = encode(tokenizer, text[: _CHARACTERS * body * want])
+            tokens = encode_body(tokenizer, text[: _CHARACTERS * body * want])
+            long += len(tokens) > body
             pieces += [tokens[i : i + body] for i in range(0, len(tokens), body)]
         random.Random(seed).shuffle(pieces)
         pieces = pieces[:want]
@@ -85,7 +89,7 @@ def _documents(texts: Sequence[str], tokenizer: Any, want: int, length: int, see
     lists = sorted((first + p[:body] for p in pieces if p), key=len)
     if not lists:
         raise ConfigError("data: the documents have no tokens")
-    return lists, f"{how}; at most {length} tokens each ({cut} were cut off), no packing"
+    return lists, f"{how}; at most {length} tokens each ({cut} were cut off), no packing", long
 
 
 def _stratified(texts: Sequence[str], want: int, seed: int) -> list[str]:

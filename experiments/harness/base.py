@@ -75,7 +75,7 @@ def build(config: Mapping[str, Any], folder: Path, choice: str | None = None) ->
     """
     values = dict(config)
     name = values.pop("experiment", None)
-    if not name:
+    if not name or not isinstance(name, str):
         raise ConfigError(f"choose what to do: experiment=NAME. Allowed: {', '.join(EXPERIMENTS.names())} (or see --help)")
     engine_keys = {f.name for f in fields(EngineConfig)}
     parts = {key: values.pop(key, {}) for key in ("data", "workload", "logger")}

@@ -6,35 +6,55 @@ Does not know about: experiments, engines.
 
 import contextlib
 import hashlib
-import logging
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
+from experiments.harness.folders import Claims
+from qkv.errors import ConfigError
 from qkv.validate import suggest
 
 _PACKAGE_HEADER = "# @package"
 
 
-def register_resolvers(conf: Path) -> None:
-    """${qkv.experiments:} and ${qkv.groups:}, used by the template of --help (conf/hydra/help/qkv.yaml)."""
+def register_resolvers(conf: Path, claims: Claims | None = None) -> None:
+    """${qkv.experiments:} and ${qkv.groups:}, used by the template of --help (conf/hydra/help/qkv.yaml); ${qkv.claim:FOLDER} and
+    ${qkv.sweep:EXPERIMENT}, the folders of conf/config.yaml. claims: who makes and remembers them."""
+    claims = claims or Claims()
     OmegaConf.register_new_resolver("qkv.experiments", lambda: _experiments(conf), replace=True)
-    OmegaConf.register_new_resolver("qkv.sweep", _sweep, replace=True)
+    OmegaConf.register_new_resolver("qkv.claim", claims.folder, replace=True)
+    OmegaConf.register_new_resolver("qkv.sweep", lambda experiment: claims.sweep(_sweep(experiment)), replace=True)
     OmegaConf.register_new_resolver("qkv.groups", lambda: _groups(conf), replace=True)
 
 
-def _sweep() -> str:
+def _sweep(experiment: str | None) -> str:
     """Names a sweep by its command, so that the same command finds the jobs that it finished before."""
     words = sorted(a for a in sys.argv[1:] if not a.startswith(("-", "hydra.")))
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
+    return f"{experiment or 'several'}/sweep_{hashlib.sha256(chr(10).join(words).encode()).hexdigest()[:8]}"
+
+
+def flags_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments with -m, wherever it stands, before the settings: Hydra takes what follows it there for nothing it knows.
+    Raises ConfigError for flags that nobody knows."""
+    sweep = ("-m", "--multirun")
+    ordered = [*(a for a in arguments if a in sweep), *(a for a in arguments if a not in sweep)]
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; write key=value settings, and see --help and --hydra-help")
+
+    setattr(parser, "error", refuse)  # noqa: B010 - argparse prints its usage and exits
+    parser.parse_args(ordered)
+    return ordered
 
 
 def tasks_apart(arguments: Sequence[str]) -> list[str]:
@@ -51,20 +71,6 @@ def tasks_back(values: dict[str, Any]) -> dict[str, Any]:
         if not task:
             del values["task"]
     return values
-
-
-class Once(logging.Filter):
-    """Lets each warning through once: every engine of a comparison repeats it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        new = message not in self._seen
-        self._seen.add(message)
-        return new
 
 
 def header(file: Path) -> tuple[str, str]:
@@ -96,13 +102,6 @@ def shown(path: Path) -> str:
     return str(path)
 
 
-def remove_if_empty(folder: Path) -> None:
-    """A refused run leaves no folder behind; a folder with anything in it stays."""
-    for candidate in (folder, folder.parent):
-        with contextlib.suppress(OSError):
-            candidate.rmdir()
-
-
 def explain(error: Exception, conf: Path, arguments: Sequence[str], config: str = "config") -> str:
     """One message for a person: the offending word, what is allowed, what to do. config: the file that was composed."""
     text = str(error).strip()
@@ -114,6 +113,14 @@ def explain(error: Exception, conf: Path, arguments: Sequence[str], config: str 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return f"unknown {group} '{option}'; {suggest(option, error.options)}"
+    if "override must be a string or a list" in text:  # of a group, and Hydra does not say which
+        for group, _, value in (argument.partition("=") for argument in arguments):
+            options = groups(conf).get(group, [])
+            if group and "." not in group and set(value.split(",")) - set(options):
+                return f"{group}={value}: '{value}' is no option of {group}; {suggest(value, options)}"
+    if first.startswith("Ambiguous value for argument"):
+        given = first.removeprefix("Ambiguous value for argument ")
+        return f"{given} has several values: a sweep over them takes -m; a list is [a,b]"
     if isinstance(error, MissingMandatoryValue):
         key = error.full_key or error.key
         return f"{key} is needed: add {key}=..."

@@ -24,7 +24,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class Record:
-    """The record of one run, in memory and on disk."""
+    """The record of one run, in memory and on disk. What writes it raises OSError, naming it, where it cannot be written."""
 
     def __init__(self, folder: Path, experiment: str, config: Mapping[str, Any], timed: bool = True) -> None:
         """timed: False leaves out when it ran and for how long: a simulation's record depends on nothing but its settings."""
@@ -59,8 +59,12 @@ class Record:
             self.data["wall_s"] = round(time.perf_counter() - self._start, 3)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(plain(self.data), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, self.path)
+        try:
+            temporary.write_text(json.dumps(plain(self.data), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            os.replace(temporary, self.path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 def is_finished(folder: Path, config: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from experiments.harness.workload import Workload
 from qkv.config import EngineConfig
 from qkv.engine import Engine
-from qkv.errors import RequestError
+from qkv.errors import ConfigError, RequestError
 from qkv.models import LoadedModel
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile
@@ -45,6 +45,16 @@ def whole_documents(config: EngineConfig, tokens: int) -> EngineConfig:
     config = single_document(config, tokens + 1)  # running a document asks for one new token
     batch = max(tokens, config.scheduler.max_num_batched_tokens)
     return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=batch))
+
+
+def require_positions(model: LoadedModel | SimulatedModel, tokens: int | None, setting: str) -> None:
+    """Raise ConfigError, naming the setting that asks for them, if the model has no positions for so many tokens."""
+    if isinstance(model, SimulatedModel):
+        limit = model.dims.max_positions
+    else:
+        limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+    if tokens is not None and limit is not None and tokens > limit:
+        raise ConfigError(f"{setting}={tokens} is above the {limit} positions of {model.name}; it must be at most {limit}")
 
 
 def build(

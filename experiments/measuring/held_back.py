@@ -7,12 +7,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from calibration.text.sample import Sample
+from experiments.harness.table import console
 from experiments.measuring import engines
 from experiments.measuring.divergence import Accuracy, score_document
 from qkv.config import EngineConfig
 from qkv.engine import Engine
 from qkv.models import LoadedModel
 from qkv.scales import ScaleFile
+
+_ROW_ON_SCREEN = 240  # characters of a row
 
 
 class Scored(NamedTuple):
@@ -54,3 +58,9 @@ def score(
             metrics = engine.metrics()
             out.append(Scored(accuracy, accuracy.part(metrics), metrics["memory"], metrics["attention"], metrics["warnings"]))
         return out
+
+
+def show_reading(name: str, sample: Sample) -> None:
+    """Print what became of the rows, the first of them as they were read, and how documents were drawn."""
+    rows = [f"  row {i} read as: {' '.join(text.split())}" for i, text in enumerate(sample.report.shown(_ROW_ON_SCREEN), 1)]
+    console().print("\n".join([f"data {name}: {sample.report.line()}", *rows, sample.how]), soft_wrap=True, markup=False)

@@ -35,6 +35,16 @@ def open_model(config: EngineConfig) -> Model:
     return SimulatedModel.of(config.model) if config.runner.name == "simulated" else load_model(config.model)
 
 
+def for_workload(run: Run) -> tuple[EngineConfig, Model]:
+    """The run's settings, for requests no longer than its workload's where nothing else limits them, and its model. Raises
+    ConfigError where they are longer than the model can take."""
+    config, model = run.engine, open_model(run.engine)
+    if config.scheduler.max_model_len is None:
+        engines.require_positions(model, run.workload.max_tokens, "workload.max_tokens")
+        config = with_length(config, run.workload.max_tokens)
+    return config, model
+
+
 def traffic(run: Run, model: Model, workload: Workload | None = None) -> Traffic:
     """The workload's requests. Their prompts are cut from the run's text; for a simulation they are made-up tokens."""
     workload = workload or run.workload

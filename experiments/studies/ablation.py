@@ -99,6 +99,7 @@ class Ablation(Experiment):
         if run.engine.attention.reads != "cache":
             raise ConfigError("attention.reads: ablation compares both ways of reading itself; leave it at cache")
         loaded = load_model(run.engine.model)
+        engines.require_positions(loaded, self.tokens_per_document, "tokens_per_document")
         L, count = self.tokens_per_document, self.documents
         text = windows(run.data, loaded.tokenizer, count, L, run.engine.seed)
         short = [document[i : i + self.short_tokens] for document in text for i in range(0, L - self.short_tokens, L // 4)]

@@ -112,6 +112,7 @@ class AccuracyExperiment(Experiment):
         used_by(run, [QUANTIZERS.build(spec) for spec in self._specs])
         tasks = self._load_tasks(run.engine)
         loaded = with_tokenizer(load_model(run.engine.model))
+        engines.require_positions(loaded, self.tokens_per_document, "tokens_per_document")
         documents = windows(run.data, loaded.tokenizer, self.documents, self.tokens_per_document, run.engine.seed)
         kept = Kept(run.folder, self.resume, self._settings(run, loaded, tasks))
         shared = _Shared(run, loaded, [_Case(spec, {}) for spec in self._specs], kept)

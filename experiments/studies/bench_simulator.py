@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.table import number, show
-from experiments.measuring.rows import open_model, serve_row, with_length
+from experiments.measuring.rows import for_workload, serve_row
 
 
 @EXPERIMENTS.register("bench_simulator")
@@ -21,8 +21,7 @@ class BenchSimulator(Experiment):
     runners = ("simulated",)
 
     def run(self, run: Run) -> None:
-        config = with_length(run.engine, run.engine.scheduler.max_model_len or run.workload.max_tokens)
-        model = open_model(config)
+        config, model = for_workload(run)
         start, cpu_start = time.perf_counter(), time.process_time()
         row = serve_row(run, model, config, "simulator")
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start

@@ -11,7 +11,7 @@ from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.plots import lines
 from experiments.harness.table import console, number, show
 from experiments.measuring.planning import planning_time
-from experiments.measuring.rows import open_model, serve_row, with_length, with_pool
+from experiments.measuring.rows import for_workload, serve_row, with_pool
 from experiments.measuring.sizing import bytes_per_block
 from qkv.models import dimensions
 from qkv.policies.allocator.base import ALLOCATORS
@@ -43,8 +43,8 @@ class BlockSize(Experiment):
             ALLOCATORS.build({"name": "paged", "block_size": size})
 
     def run(self, run: Run) -> None:
-        config = with_length(run.engine, run.engine.scheduler.max_model_len or run.workload.max_tokens)
-        model, dims, work = open_model(config), dimensions(config.model), run.workload
+        config, model = for_workload(run)
+        dims, work = dimensions(config.model), run.workload
         length = work.prefix_tokens + work.prompt_tokens + work.output_tokens
         rows, planning = [], {}
         for size in self.sizes:

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from calibration.fitting import search
+from calibration.fitting.advice import next_data
 from calibration.fitting.diagnose import diagnose
 from calibration.fitting.fit import fit, static_quantizer
 from calibration.fitting.gather import gather
@@ -22,7 +23,7 @@ from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.record import plain
 from experiments.harness.table import console, number
 from experiments.measuring import engines
-from experiments.measuring.held_back import score
+from experiments.measuring.held_back import score, show_reading
 from qkv.config import EngineConfig
 from qkv.engine import Engine
 from qkv.models import LoadedModel, load_model
@@ -30,6 +31,7 @@ from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile
 from qkv.validate import require
 
+_ROW_IN_REPORT = 2000  # characters of a row that report.html shows
 _DIAGNOSED = 8  # errors per layer and head are measured on so many documents
 _REPORTED = ("model", "quantizer", "quantizer_fields", "method", "data", "documents", "tokens", "sampling")
 
@@ -59,8 +61,9 @@ class Calibrate(Experiment):
     def run(self, run: Run) -> None:
         quantizer = static_quantizer(run.engine.quantizer)
         loaded = load_model(run.engine.model)
+        engines.require_positions(loaded, self.sample.tokens, "sample.tokens")
         sample = draw(run.data, loaded.tokenizer, self.sample, run.engine.seed)
-        console().print(f"data {run.data.name}: {sample.report.line()}\n{sample.how}")
+        show_reading(run.data.name, sample)
         config = engines.whole_documents(run.engine, self.sample.tokens)
         engine = engines.build(config, loaded, "none")
         try:
@@ -119,14 +122,22 @@ class Calibrate(Experiment):
                 }
                 run.record.data.setdefault("attention", result.attention)
             else:
-                row["memory"] = memory(run.engine, loaded, scales)
+                row |= {"memory": memory(run.engine, loaded, scales), "warnings": scales.warnings}
         check = {"saturation": {str(e["layer"]): e["saturation"] for e in found["layers"]}} | {
             key: row["accuracy"][key] for key in ("kl_divergence", "perplexity_delta_pct", "tokens_scored") if "accuracy" in row
         }
         scales.metadata["check"] = check
         row["calibration"] = {key: scales.metadata[key] for key in _REPORTED} | {"suggestions": found["suggestions"]}
+        row["calibration"] |= {"reading": sample.report.as_dict()}
         run.add_row(row)
-        reported = {key: scales.metadata[key] for key in _REPORTED} | {"reading": sample.report.line()}
+        reported = {key: scales.metadata[key] for key in _REPORTED} | {
+            "reading": sample.report.line(),
+            "warnings": row["warnings"],
+        }
+        reported |= {
+            "first_rows": sample.report.shown(_ROW_IN_REPORT),
+            "next_data": next_data(sample, self.sample.tokens, found["layers"]),
+        }
         return plain(reported | {key: row[key] for key in ("memory", "accuracy") if key in row} | found)
 
     def _show(self, run: Run, report: dict[str, Any]) -> None:
@@ -144,8 +155,9 @@ class Calibrate(Experiment):
                 f"perplexity {accuracy['perplexity_delta_pct']:+.2f} %" + (f" ± {error:.2f}" if error is not None else "")
             )
         lines += [f"- {line}" for line in report["suggestions"]["lines"]]
+        lines += [f"WARNING: {line}" for line in report["warnings"]]
         lines.append(f"report: {cli.shown(run.folder / 'report.html')}")
-        console().print("\n".join(lines), soft_wrap=True)
+        console().print("\n".join(lines), soft_wrap=True, markup=False)
 
 
 def memory(config: EngineConfig, loaded: LoadedModel, scales: ScaleFile) -> dict[str, Any]:

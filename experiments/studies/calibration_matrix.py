@@ -52,6 +52,7 @@ class CalibrationMatrix(Experiment):
     def run(self, run: Run) -> None:
         quantizer = static_quantizer(run.engine.quantizer)
         loaded = load_model(run.engine.model)
+        engines.require_positions(loaded, self.sample.tokens, "sample.tokens")
         sources: list[DataSource] = [DATA.build(spec) for spec in self.sources]
         samples = [draw(source, loaded.tokenizer, self.sample, run.engine.seed) for source in sources]
         held = [[d for d in sample.held_back if len(d) > 1] for sample in samples]

@@ -74,10 +74,9 @@ class Compare(Experiment):
         specs = ["none", *(s for s in self.quantizers if engines.label(s) != "none")]
         used_by(run, [QUANTIZERS.build(spec) for spec in specs])
         loaded = load_model(run.engine.model)
+        engines.require_positions(loaded, self.tokens_per_document, "tokens_per_document")
         cases = [_Case(spec, {}) for spec in specs]
         documents = windows(run.data, loaded.tokenizer, self.documents, self.tokens_per_document, run.engine.seed)
-        # Documents longer than the model are refused now, not after the speed of every quantizer was measured.
-        engines.build(engines.single_document(run.engine, self.tokens_per_document), loaded, "none").close()
         try:
             with tqdm(total=len(cases) * (1 + len(documents)), disable=not run.progress, unit="part", leave=False) as bar:
                 self._measure_speed(run, loaded, cases, bar)

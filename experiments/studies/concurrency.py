@@ -11,7 +11,7 @@ from tqdm import tqdm
 from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.plots import lines
 from experiments.harness.table import console, number, show
-from experiments.measuring.rows import open_model, serve_row, with_length
+from experiments.measuring.rows import for_workload, serve_row
 from qkv.validate import require
 
 _FULL = 0.95  # a peak use of the pool above this counts as exhausted
@@ -44,8 +44,7 @@ class Concurrency(Experiment):
         require(0 <= self.gain < 1, "gain", self.gain, "at least 0 and below 1")
 
     def run(self, run: Run) -> None:
-        config = with_length(run.engine, run.engine.scheduler.max_model_len or run.workload.max_tokens)
-        model, rows = open_model(config), list[dict[str, Any]]()
+        (config, model), rows = for_workload(run), list[dict[str, Any]]()
         levels = self.levels or [2**i for i in range(self.most.bit_length()) if 2**i <= self.most]
         for level in tqdm(levels, disable=not run.progress, unit="level", leave=False):
             count = max(64, self.requests_per_level * level) if self.levels is None else self.requests_per_level * level

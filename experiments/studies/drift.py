@@ -18,7 +18,7 @@ from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.table import console, number, show
 from experiments.measuring import engines
 from experiments.measuring.divergence import Accuracy
-from experiments.measuring.held_back import Scored, score
+from experiments.measuring.held_back import Scored, score, show_reading
 from qkv.engine import Engine
 from qkv.errors import ConfigError
 from qkv.models import LoadedModel, load_model
@@ -68,13 +68,14 @@ class Drift(Experiment):
         spec = {"name": name, **(file.metadata.get("quantizer_fields") or {})}
         run.engine, quantizer = replace(run.engine, quantizer=spec, scales=None), QUANTIZERS.build(spec)
         loaded = load_model(run.engine.model)
+        engines.require_positions(loaded, self.sample.tokens, "sample.tokens")
         sample = draw(run.data, loaded.tokenizer, self.sample, run.engine.seed)
         scored = [d for d in sample.held_back if len(d) > 1]
         if len(scored) < 2:
             raise ConfigError(
                 f"data {run.data.name}: {len(scored)} documents to judge on; drift needs at least 2 (sample.held_back)"
             )
-        console().print(f"data {run.data.name}: {sample.report.line()}\n{sample.how}", soft_wrap=True)
+        show_reading(run.data.name, sample)
         engine = engines.build(engines.whole_documents(run.engine, self.sample.tokens), loaded, "none")
         try:
             file.validate(engine.layers, quantizer.name, loaded.fingerprint, quantizer.static_tensors())

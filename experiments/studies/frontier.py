@@ -5,7 +5,7 @@ settings are evaluated on another. All engines score a document before the next 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -47,7 +47,8 @@ class Setting:
     @classmethod
     def of(cls, spec: Any) -> "Setting":
         """From a quantizer (a name, or a mapping with `name`), or from a mapping of these fields. Raises ConfigError."""
-        return cls(spec) if isinstance(spec, str) or "name" in spec else from_mapping(cls, spec, "settings")
+        whole = isinstance(spec, Mapping) and "name" not in spec
+        return from_mapping(cls, spec, "settings") if whole else cls(spec)
 
     @property
     def label(self) -> str:
@@ -95,6 +96,7 @@ class Frontier(Experiment):
 
     def run(self, run: Run) -> None:
         loaded = load_model(run.engine.model)
+        engines.require_positions(loaded, self.tokens_per_document, "tokens_per_document")
         documents = windows(run.data, loaded.tokenizer, self.documents, self.tokens_per_document, run.engine.seed)
         config = engines.single_document(run.engine, self.tokens_per_document + 1)  # calibration asks for one new token
         own = Accuracy()

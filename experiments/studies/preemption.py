@@ -14,7 +14,7 @@ from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.plots import lines
 from experiments.harness.table import number, show
 from experiments.harness.workload import Slo
-from experiments.measuring.rows import open_model, serve_row, with_length, with_pool
+from experiments.measuring.rows import for_workload, serve_row, with_pool
 from experiments.measuring.sizing import block_size_of, bytes_per_block
 from qkv.models import dimensions
 from qkv.policies.preemptor.base import PREEMPTORS
@@ -46,8 +46,8 @@ class Preemption(Experiment):
             PREEMPTORS.build(spec)
 
     def run(self, run: Run) -> None:
-        config = with_length(run.engine, run.engine.scheduler.max_model_len or run.workload.max_tokens)
-        model, size = open_model(config), block_size_of(config)
+        config, model = for_workload(run)
+        size = block_size_of(config)
         block = bytes_per_block(dimensions(config.model), config.model.dtype, config.quantizer, size)
         cases = list(product(self.prompt_tokens, self.pools, self.preemptors))
         rows = []

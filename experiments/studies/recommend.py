@@ -71,6 +71,7 @@ class Recommend(Experiment):
 
     def run(self, run: Run) -> None:
         loaded = load_model(run.engine.model)
+        engines.require_positions(loaded, self.tokens_per_document, "tokens_per_document")
         specs: list[Any] = ["none", *(s for s in self.quantizers if engines.label(s) != "none")]
         accuracies = self._accuracies(run, loaded, specs)
         dims = dimensions(run.engine.model)

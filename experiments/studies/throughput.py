@@ -13,7 +13,7 @@ from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.plots import bars, heat_map
 from experiments.harness.table import console, number, show
 from experiments.measuring import engines
-from experiments.measuring.rows import Model, open_model, serve_row, traffic, with_length, with_pool
+from experiments.measuring.rows import Model, for_workload, serve_row, traffic, with_length, with_pool
 from experiments.measuring.serving import serve
 from experiments.measuring.sizing import REST, block_size_of, bytes_per_block
 from qkv.config import EngineConfig
@@ -32,9 +32,10 @@ class Throughput(Experiment):
     """quantizers: names or {name: ..., field: value}, each on the paged pool with prefix cache; null: the configured one.
 
     pool_tokens: size of the pool, in tokens that are stored unquantized. null: the size of which `none` on a paged pool without
-    prefix cache uses the share `utilization` on average, found by simulating on `device`, but no more than the device holds
-    beside the weights and `reserve` (null: a tenth of its memory). surface_pools, surface_lengths: pool sizes in tokens, and
-    lengths of the longest request, for which contiguous and paged are also compared in the simulator.
+    prefix cache uses the share `utilization` on average, found by simulating on `device`, but with room for the longest request
+    allowed, and no more than the device holds beside the weights and `reserve` (null: a tenth of its memory). surface_pools,
+    surface_lengths: pool sizes in tokens, and lengths of the longest request, for which contiguous and paged are also compared in
+    the simulator.
     """
 
     runners = ("model", "simulated")
@@ -58,8 +59,7 @@ class Throughput(Experiment):
             QUANTIZERS.build(spec)
 
     def run(self, run: Run) -> None:
-        config = with_length(run.engine, run.engine.scheduler.max_model_len or run.workload.max_tokens)
-        model = open_model(config)
+        config, model = for_workload(run)
         pool = self._pool(run, config)
         run.record.set("pool", pool)
         rows = []
@@ -110,13 +110,14 @@ class Throughput(Experiment):
         simulated = replace(simulated, allocator={"name": "paged", "block_size": size})
         mean = run.workload.prefix_tokens + run.workload.prompt_tokens + run.workload.output_tokens
         tokens = max(int(min(run.workload.concurrency, run.workload.num_requests) * mean / self.utilization), 4 * size)
-        limit = simulated.scheduler.max_model_len or 0
+        longest = (simulated.scheduler.max_model_len or model.dims.max_positions or 0) + size
+        tokens = max(tokens, longest)
         for _ in range(_TRIES):
-            tokens = max(tokens, limit + size)
             used = _utilization(run, model, with_pool(simulated, (tokens // size + 1) * block))
-            if abs(used - self.utilization) < _CLOSE:
+            better = max(longest, int(tokens * used / self.utilization))
+            if abs(used - self.utilization) < _CLOSE or better == tokens:
                 break
-            tokens = int(tokens * used / self.utilization)
+            tokens = better
         return tokens // size * size, tokens // size * size
 
     def _show(self, run: Run, rows: list[dict[str, Any]], pool: dict[str, Any]) -> None:
@@ -131,7 +132,12 @@ class Throughput(Experiment):
             f"tokens / pool tokens, mean over time. TTFT leaves out the {burst} requests of the start."
         )
         first, second = rows[0]["speed"]["output_tokens_per_s"], rows[1]["speed"]["output_tokens_per_s"]
-        show(f"{name}, {where}: {work.num_requests:,} requests", columns, [_cells(row, first, second) for row in rows], note)
+        show(
+            f"{name}, {where}: {rows[0]['requests']['served']:,} requests",
+            columns,
+            [_cells(row, first, second) for row in rows],
+            note,
+        )
         if (wanted := pool.get("tokens_for_utilization")) and wanted > pool["tokens"]:
             name_of = run.engine.device.name
             console().print(f"{self.utilization:.0%} utilization would need {wanted:,} tokens; the pool is what fits {name_of}.")

@@ -14,10 +14,10 @@ from tqdm import tqdm
 from experiments.harness.base import EXPERIMENTS, Experiment, Run
 from experiments.harness.table import console, number, show
 from experiments.measuring import engines
-from experiments.measuring.rows import open_engine, serve_row, with_length
+from experiments.measuring.rows import for_workload, open_engine, serve_row
 from qkv.config import DeviceConfig, EngineConfig
 from qkv.engine import Engine
-from qkv.models import Dimensions, LoadedModel, dimensions, load_model
+from qkv.models import Dimensions, LoadedModel, dimensions
 from qkv.simulation import SimulatedModel
 from qkv.simulation.cost import StepCost
 from qkv.types import SamplingParams, StepPlan
@@ -65,8 +65,8 @@ class Validate(Experiment):
         require(self.steps >= 3, "steps", self.steps, "at least 3")
 
     def run(self, run: Run) -> None:
-        config = with_length(run.engine, run.engine.scheduler.max_model_len or run.workload.max_tokens)
-        loaded = load_model(config.model)
+        config, loaded = for_workload(run)
+        assert isinstance(loaded, LoadedModel)  # this experiment cannot be simulated
         steps = self._real_steps(run, loaded, config)
         device = fit(config, steps, _read_bandwidth())
         dims = dimensions(config.model)

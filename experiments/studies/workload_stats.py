@@ -17,6 +17,7 @@ from qkv.cache.prefix import PrefixHasher
 from qkv.validate import require
 
 WORTH = 0.2  # prefix caching pays where at least this share of the prompt tokens is repeated
+BLOCK_SIZES = (4, 8, 16, 32, 64, 128, 256)  # that an allocator takes
 _VOCAB = 32_000
 _PERCENTILES = (1, 50, 90, 99)
 
@@ -49,21 +50,38 @@ class WorkloadStats(Experiment):
 
 def stats(requests: list[Arrival], block_size: int) -> dict[str, Any]:
     """Lengths, the share of prompt tokens that a prefix cache of unlimited size would find, and advice."""
+    prompts, outputs = np.array([len(r.prompt) for r in requests]), np.array([r.output_tokens for r in requests])
+    lengths = {"prompt": _lengths(prompts), "output": _lengths(outputs), "total": _lengths(prompts + outputs)}
+    rate = repeated_share(requests, block_size)
+    return {"requests": len(requests), **lengths, "prefix_duplication": rate, "advice": _advice(requests, block_size, rate)}
+
+
+def repeated_share(requests: list[Arrival], block_size: int) -> float:
+    """The share of prompt tokens that a prefix cache of unlimited size with blocks of this size would find."""
     hasher, seen, repeated = PrefixHasher("xxh3_128", block_size, ["stats"]), set[bytes](), 0
     for request in requests:
         chain: list[bytes] = []
         hasher.extend(chain, request.prompt, len(request.prompt) // block_size)
         repeated += block_size * sum(block in seen for block in chain)
         seen.update(chain)
-    prompts, outputs = np.array([len(r.prompt) for r in requests]), np.array([r.output_tokens for r in requests])
-    rate = repeated / int(prompts.sum())
-    advice = (
-        "Prefix caching pays."
-        if rate >= WORTH
-        else f"Below {WORTH:.0%}: leave prefix caching off (cache.enable_prefix_caching=false)."
+    return repeated / sum(len(request.prompt) for request in requests)
+
+
+def _advice(requests: list[Arrival], block_size: int, rate: float) -> str:
+    """Whether a prefix cache pays with blocks of this size; if not, whether it would with smaller ones, since only whole blocks
+    are shared."""
+    if rate >= WORTH:
+        return "Prefix caching pays."
+    for smaller in (size for size in reversed(BLOCK_SIZES) if size < block_size):
+        if (better := repeated_share(requests, smaller)) >= WORTH:
+            return (
+                f"Only whole blocks are shared, and what these prompts share is shorter than most blocks of {block_size}: "
+                f"in blocks of {smaller} it is {better:.1%}, and prefix caching pays (allocator.block_size={smaller})."
+            )
+    return (
+        f"Below {WORTH:.0%} in blocks of {block_size} and of every smaller size: leave prefix caching off "
+        "(cache.enable_prefix_caching=false)."
     )
-    lengths = {"prompt": _lengths(prompts), "output": _lengths(outputs), "total": _lengths(prompts + outputs)}
-    return {"requests": len(requests), **lengths, "prefix_duplication": rate, "advice": advice}
 
 
 def _lengths(values: Any) -> dict[str, float]:

@@ -11,10 +11,13 @@ import torch
 
 Side = Literal["k", "v"]  # whatever is stored, encoded or decoded has one
 SIDES: tuple[Side, Side] = ("k", "v")
-Reading = Literal["affine", "quantizer"]
+Reading = Literal["affine", "codebook", "quantizer"]
 ScaleKind = Literal["none", "tensor", "head", "channel", "token", "token_group", "block_channel"]
 STATIC_SCALES = ("tensor", "head", "channel")  # parameters of the quantizer, not of the pool
-UNFUSED = "its codes are read by the quantizer's own decode, in Python, which only the reference backend does"
+UNFUSED = {
+    "codebook": "its codes are read from a codebook, which only the reference backend does",
+    "quantizer": "its codes are read by the quantizer's own decode, in Python, which only the reference backend does",
+}  # reading -> why fused kernels refuse it
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class KVFormat:
     """A storage format of K or V: what the pool holds for a row, and how that becomes values again.
 
     reading "affine": value = (code - zero) * scale, or the raw value where scale is "none" and bits >= 16. Kernels do it.
+    reading "codebook": value = table[code] * scale, + zero with zero="float". The table has 2^bits entries in ascending order, is
+        static, and is one for all heads of a layer [entries] or one for each [H, entries]. Only the reference backend reads it.
     reading "quantizer": the value is what the quantizer's own decode makes of codes, scales and zeros, whatever these mean to it.
         The reference backend calls it for every stored row that attention reads; fused kernels refuse such a format.
 
@@ -37,7 +42,8 @@ class KVFormat:
         request; a query sees its own block and the tail_blocks before it raw, and all earlier blocks quantized.
     tail_blocks: most recent whole blocks kept raw besides the open one (block unit).
     sink_tokens: first tokens of a sequence that are also kept raw, and read raw by every query.
-    rotate: block-diagonal Hadamard over the largest power of two dividing D, before encoding (reading "affine").
+    rotate: block-diagonal Hadamard over the largest power of two dividing D, before encoding.
+    tensor_scale: stored scales are multiplied by one more, static and float32, for the whole layer (reading "codebook").
 
     Raises ValueError for combinations that make no sense.
     """
@@ -53,6 +59,7 @@ class KVFormat:
     rotate: bool = False
     sink_tokens: int = 0
     reading: Reading = "affine"
+    tensor_scale: bool = False
 
     def __post_init__(self) -> None:
         if (self.group is not None) != (self.scale == "token_group"):
@@ -63,6 +70,13 @@ class KVFormat:
             raise ValueError("rotation mixes channels, so static per-channel scales do not fit a rotated format")
         if self.bits >= 16 and (self.scale != "none" or self.zero != "none"):
             raise ValueError(f"a {self.bits}-bit format is stored raw: scale and zero must be 'none'")
+        if self.reading == "codebook" and (self.bits > 4 or self.zero == "code" or self.scale in STATIC_SCALES):
+            raise ValueError(
+                f"reading='codebook' goes with codes of 2, 3 or 4 bits, zero 'none' or 'float' and a scale that is stored "
+                f"(got {self.bits} bits, zero='{self.zero}', scale='{self.scale}')"
+            )
+        if self.tensor_scale and self.reading != "codebook":
+            raise ValueError(f"tensor_scale goes with reading='codebook', not with '{self.reading}'")
         if self.reading == "quantizer" and (self.scale in STATIC_SCALES or self.rotate or self.raw):
             raise ValueError(
                 f"reading='quantizer' goes with codes of 8 bits or fewer, no rotate and no static scale (got {self.bits} bits, "

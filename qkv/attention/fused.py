@@ -2,7 +2,8 @@
 
 Takes: a transformers model on the CPU. Gives: the same forward, or the reason why this model keeps transformers' own.
 Does not know about: how the model is attached, backends. Weights are read where the model keeps them: nothing is kept in
-another layout or patched, so a model costs no more memory, several engines share it, and there is nothing to restore.
+another layout or patched, so a model costs no more memory, several engines share it, and there is nothing to restore. What was
+read is of the model at that moment: who uses it watches the model, and makes a new one when something changed.
 
 A model is recognised by the shape of its modules, by every one of its parameters having a place here, and finally by a trial:
 both forwards run a few tokens through a stand-in for attention and must agree.
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qkv.attention.base import StepContext
+from qkv.attention.watch import is_known
 from qkv.layout import LayerShape
 
 if TYPE_CHECKING:
@@ -64,12 +66,15 @@ class FusedForward:
                 f"the fused forward runs float32 and bfloat16 on the CPU, this is {model.dtype} on {model.device.type}"
             )
         config: Any = model.config.get_text_config()
+        foreign = next((f"{n} is a {type(m).__name__}" for n, m in model.named_modules() if not is_known(type(m))), None)
+        if foreign:
+            raise NotRecognised(f"{foreign}, which is neither torch's nor transformers'")
         try:
             base: Any = model.model
             self._embed, self._rotary, head = base.embed_tokens, base.rotary_emb, model.lm_head
             self._layers = [_layer(m) for m in base.layers]
             self._activation = ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act]
-            self._norm, self._head, self._head_bias = base.norm.weight, [head.weight], _bias(head)
+            self._norm, self._head, self._head_bias = base.norm.weight, [_weight(head)], _bias(head)
             norm = base.norm
             self._eps = float(getattr(norm, "variance_epsilon", None) or norm.eps)
             with torch.no_grad():
@@ -153,30 +158,38 @@ def _layer(layer: Any) -> Layer:
     a, m = layer.self_attn, layer.mlp
     qkv = [a.qkv_proj] if hasattr(a, "qkv_proj") else [a.q_proj, a.k_proj, a.v_proj]
     if hasattr(m, "gate_up_proj"):
-        gate, up = m.gate_up_proj.weight.detach().chunk(2)
+        gate, up = _weight(m.gate_up_proj).detach().chunk(2)
         biases = [m.gate_up_proj.bias]
     else:
-        gate, up = m.gate_proj.weight, m.up_proj.weight
+        gate, up = _weight(m.gate_proj), _weight(m.up_proj)
         biases = [m.gate_proj.bias, m.up_proj.bias]
     if any(b is not None for b in biases):
         raise AttributeError("its gate projection has a bias")
     four_norms = hasattr(layer, "pre_feedforward_layernorm")  # gemma: post_attention_layernorm is another norm there
     return Layer(
         before_attention=layer.input_layernorm.weight,
-        qkv=[p.weight for p in qkv],
+        qkv=[_weight(p) for p in qkv],
         qkv_bias=[b for p in qkv for b in _bias(p)],
         q_norm=a.q_norm.weight if hasattr(a, "q_norm") else None,
         k_norm=a.k_norm.weight if hasattr(a, "k_norm") else None,
-        out=[a.o_proj.weight],
+        out=[_weight(a.o_proj)],
         out_bias=_bias(a.o_proj),
         after_attention=layer.post_attention_layernorm.weight if four_norms else None,
         before_mlp=layer.pre_feedforward_layernorm.weight if four_norms else layer.post_attention_layernorm.weight,
         gate=gate,
         up=up,
-        down=[m.down_proj.weight],
+        down=[_weight(m.down_proj)],
         down_bias=_bias(m.down_proj),
         after_mlp=layer.post_feedforward_layernorm.weight if four_norms else None,
     )
+
+
+def _weight(linear: Any) -> torch.Tensor:
+    """Of a plain linear layer: others (adapters, parametrizations) compute with more than their weight."""
+    if type(linear) is not torch.nn.Linear:
+        raise AttributeError(f"a {type(linear).__name__} in place of a Linear")
+    weight: torch.Tensor = linear.weight
+    return weight
 
 
 def _bias(linear: Any) -> list[torch.Tensor]:

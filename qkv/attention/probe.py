@@ -77,19 +77,8 @@ class Probe:
                 f"layer {index} gives one token at one position different keys or values depending on its neighbours in the "
                 "batch: the model mixes tokens outside attention (convolution, recurrence) or numbers positions itself"
             )
-        scaling = kwargs.get("scaling")
-        softcap = kwargs.get("softcap")
-        self.shapes[index] = LayerShape(
-            index=index,
-            H=H,
-            Hq=Hq,
-            Dk=q.shape[3],
-            Dv=v.shape[3],
-            scaling=q.shape[3] ** -0.5 if scaling is None else float(scaling),
-            window=window,
-            softcap=None if softcap is None else float(softcap),
-            sink_logits=kwargs.get("s_aux") is not None,
-        )
+        settings = (kwargs.get(name) for name in ("s_aux", "scaling", "sliding_window", "softcap"))
+        self.shapes[index] = layer_shape(index, q[0], k[0], v[0], *settings)
         return q.new_zeros(1, q.shape[2], Hq, v.shape[3])
 
     def layers(self) -> list[LayerShape]:
@@ -110,6 +99,46 @@ class Probe:
 
     def _refusal(self, reason: str) -> ModelError:
         return ModelError(f"{self.model} cannot run on the paged cache: {reason}")
+
+
+def layer_shape(
+    index: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> LayerShape:
+    """What transformers calls attention with, as a LayerShape: q [Hq, T, Dk], k [H, T, Dk], v [H, T, Dv]."""
+    return LayerShape(
+        index=index,
+        H=k.shape[0],
+        Hq=q.shape[0],
+        Dk=q.shape[2],
+        Dv=v.shape[2],
+        scaling=q.shape[2] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window or None,
+        softcap=None if softcap is None else float(softcap),
+        sink_logits=s_aux is not None,
+    )
+
+
+def check_weights(model: "PreTrainedModel") -> None:
+    """Refuse a model whose weights are not all at hand, on one device. Raises ModelError."""
+    name, tensors = type(model).__name__, [*model.named_parameters(), *model.named_buffers()]
+    absent = next((n for n, t in tensors if t.device.type == "meta"), None)
+    if absent:
+        raise ModelError(
+            f"{name} has no weights in memory for {absent} (device 'meta'): they were offloaded, or never loaded. Load the model "
+            "whole, without device_map, onto one device"
+        )
+    devices = sorted({str(t.device) for _, t in tensors})
+    if len(devices) > 1:
+        raise ModelError(
+            f"{name} is spread over {', '.join(devices)}; the cache is on one device, so move the whole model to one"
+        )
 
 
 def check_config(model: "PreTrainedModel") -> None:
@@ -137,12 +166,24 @@ def probe_layers(model: "PreTrainedModel", vocab_size: int) -> list[LayerShape]:
     ids = torch.full((1, _ROWS), vocab_size // 2, dtype=torch.int64, device=model.device)
     try:
         with torch.inference_mode(), step_context(probe):
-            model(input_ids=ids, position_ids=torch.full_like(ids, 3), use_cache=False, return_dict=True)
+            out = model(input_ids=ids, position_ids=torch.full_like(ids, 3), use_cache=False, return_dict=True)
     except ModelError:
         raise
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise ModelError(f"{type(model).__name__} cannot run on the paged cache: a trial forward failed ({first})") from error
+    logits = getattr(out, "logits", None)
+    shape = None if logits is None else tuple(logits.shape)
+    if shape is None or shape[:-1] != (1, _ROWS):
+        raise ModelError(
+            f"{type(model).__name__} has no language model head: for {_ROWS} tokens it gives "
+            f"{'no logits' if shape is None else f'logits of shape {shape}'}. Load the model with AutoModelForCausalLM"
+        )
+    if shape[-1] != vocab_size:
+        raise ModelError(
+            f"{type(model).__name__} gives logits over {shape[-1]} classes, and its input embedding has {vocab_size} tokens: its "
+            "head is not that of a language model, or only one of the two was resized"
+        )
     return probe.layers()
 
 

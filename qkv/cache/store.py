@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from qkv.layout import SIDES, HeadFormat, HeadStatics, KVFormat, LayerShape, Side
+from qkv.layout import SIDES, HeadFormat, HeadStatics, KVFormat, LayerShape, Side, Statics
 from qkv.types import NULL_BLOCK, BlockId
 from qkv_kernels.reference.planes import Plane
 
@@ -26,8 +26,11 @@ class HeadPlanes(NamedTuple):
 
     def with_statics(self, statics: HeadStatics) -> "HeadPlanes":
         """The same planes, joined by the quantizer's static parameters: what a kernel reads."""
-        k, v = (self.of(s)._replace(static_scale=statics.of(s).scale, static_zero=statics.of(s).zero) for s in SIDES)
-        return HeadPlanes(self.heads, k, v)
+
+        def joined(plane: Plane, s: Statics) -> Plane:
+            return plane._replace(static_scale=s.scale, static_zero=s.zero, table=s.table)
+
+        return HeadPlanes(self.heads, joined(self.k, statics.k), joined(self.v, statics.v))
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -13,7 +13,9 @@ import torch
 from qkv.config import ModelConfig
 from qkv.errors import ModelError
 from qkv.layout import LayerShape
-from qkv.models.loader import Place, resolve
+from qkv.models.fingerprint import setting
+from qkv.models.hub import unreachable
+from qkv.models.loader import Place, resolve, why
 from qkv.models.shapes import shape_of
 
 
@@ -73,7 +75,8 @@ def dimensions(config: ModelConfig) -> Dimensions:
 def _from_transformers(place: Place) -> Dimensions:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    where: dict[str, Any] = {"pretrained_model_name_or_path": place.value, "local_files_only": place.kind != "hub"}
+    local = place.kind != "hub" or unreachable() is not None
+    where: dict[str, Any] = {"pretrained_model_name_or_path": place.value, "local_files_only": local}
     if place.kind == "gguf":
         file = Path(place.value)
         where |= {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
@@ -82,19 +85,29 @@ def _from_transformers(place: Place) -> Dimensions:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # hub, configuration and file errors share no base class
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"cannot read the configuration of model '{place.value}': {first}") from error
-    heads = config.num_attention_heads
+        raise ModelError(why(place, error, "read the configuration of")) from error
+    heads, kv_heads, head_dim = (_one(config, place, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     return Dimensions(
         place.value,
         f"configuration ({place.kind})",
         config.num_hidden_layers,
-        getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads or heads,
         heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim or config.hidden_size // heads,
         sum(p.numel() for p in model.parameters()),
         head_parameters=config.vocab_size * config.hidden_size,
         embedding_parameters=0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size,
         vocab=config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
     )
+
+
+def _one(config: Any, place: Place, name: str) -> Any:
+    """A setting that all layers have alike. Raises ModelError."""
+    value = setting(config, name)
+    if isinstance(value, list):
+        raise ModelError(
+            f"the layers of model '{place.value}' have different {name} ({', '.join(map(str, dict.fromkeys(value)))}): a plan "
+            "or a simulation takes one for all. The model itself can be served"
+        )
+    return value

@@ -5,7 +5,7 @@ Does not know about: where the model came from.
 """
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -31,6 +31,14 @@ _CONFIG_FIELDS = (
 )
 
 
+def setting(config: Any, name: str) -> Any:
+    """A value of a configuration, None if it has none; a list by layer where the layers have different ones (gemma4)."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers will not give one value for all
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+
+
 def fingerprint(model: "PreTrainedModel") -> str:
     """xxh3_128 (32 hex digits) over the config's shape and, of every parameter, name, shape and <= SAMPLES strided elements.
 
@@ -39,8 +47,10 @@ def fingerprint(model: "PreTrainedModel") -> str:
     """
     config = model.config.get_text_config()
     digest = xxhash.xxh3_128()
-    digest.update(json.dumps([getattr(config, name, None) for name in _CONFIG_FIELDS], sort_keys=True, default=str).encode())
+    digest.update(json.dumps([setting(config, name) for name in _CONFIG_FIELDS], sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":  # no weights: the adapter refuses it, with the reason
+            continue
         flat = parameter.detach().reshape(-1)
         sample = flat[:: max(1, -(-flat.numel() // SAMPLES))].to("cpu", torch.bfloat16)
         digest.update(f"{name}{tuple(parameter.shape)}".encode())

@@ -9,8 +9,6 @@ import importlib.util
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ import xxhash
 
 from qkv.errors import ModelError
 from qkv.models import converted
+from qkv.models.checkpoint import quietly, read_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -108,7 +107,7 @@ def _join(files: list[Path], target: Path) -> Path:
 
 def _convert(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Read a GGUF into a float32 model."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
@@ -119,8 +118,10 @@ def _convert(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         raise ModelError(f"{path} is not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
     try:
         fields = _tokenizer_fields(path)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        model, _ = read_model(str(path), torch.float32, pretrained_model_name_or_path=path.parent, gguf_file=path.name)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except ModelError:
+        raise
     except Exception as error:  # a damaged file can fail anywhere in two libraries, with any class
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(
@@ -193,19 +194,6 @@ def _check_merges(tokenizer: "PreTrainedTokenizerBase", path: Path) -> None:
 def _read_copy(folder: Path, dtype: torch.dtype) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _no_progress_bar():
+    with quietly():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging as hf_logging
-
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()

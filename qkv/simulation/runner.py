@@ -28,6 +28,9 @@ class SimulatedRunner:
         self.cost, self.clock, self.tokens, self.recorder = cost, clock, tokens, recorder
         self.observer: Observer | None = None
 
+    def model_changed(self) -> bool:
+        return False
+
     def run(self, plan: StepPlan) -> StepResult:
         """Let the step's time pass and return its made-up tokens. Raises ConfigError for scoring requests: they need logits."""
         if any(c.request.score_from is not None for c in plan.prefills):

@@ -97,7 +97,8 @@ def test_allocated_bytes_equal_the_formula(name: str) -> None:
     report = store.memory_report()
     assert report["pool_bytes"] == sum(t.nbytes for t in planes)
     declared = [4 * math.prod(t.shape_in(layer)) for layer in LAYERS for t in q.static_tensors()]
-    assert report["static_bytes"] == sum(declared)
+    tables = [t for i in range(len(LAYERS)) for s in SIDES if (t := q.table(i, s)) is not None]
+    assert report["static_bytes"] == sum(declared) + sum({t.data_ptr(): t.nbytes for t in tables}.values())
     assert report["allocated_bytes"] == report["pool_bytes"] + report["static_bytes"] + report["tail_bytes"]
     raw = [t for i in range(len(LAYERS)) for p in store.planes(i) for t in (*p.k.raw, *p.v.raw)]
     assert report["tail_bytes"] == sum(t.nbytes for t in raw)
@@ -108,12 +109,18 @@ def test_allocated_bytes_equal_the_formula(name: str) -> None:
 @every
 def test_codes_have_the_shapes_and_dtypes_of_their_format(name: str) -> None:
     for stored in everything_stored(bound(name, LAYERS)):
-        fmt, (scale, zero) = stored.fmt, stored.statics
+        fmt, (scale, zero, table) = stored.fmt, stored.statics
         lead, H, D = rows_of(fmt), len(stored.heads), 64
         codes = stored.encode(torch.randn(*lead, H, D))
         assert codes.data.shape == (*lead, H, fmt.packed_dim(D))
         assert codes.data.dtype == fmt.storage
         pool = fmt.scale_shape(lead[0], H, lead[1], D) if fmt.unit == "block" else fmt.scale_shape(1, H, lead[0], D)
+        assert (table is not None) == (fmt.reading == "codebook")
+        if table is not None:
+            assert table.shape in ((2**fmt.bits,), (H, 2**fmt.bits))
+            assert (table.diff() >= 0).all(), "entries ascend"
+        assert not fmt.tensor_scale or (scale is not None and not scale.dim())
+        scale = None if fmt.tensor_scale else scale
         for dynamic, static, wanted in ((codes.scale, scale, fmt.scale != "none"), (codes.zero, zero, fmt.zero != "none")):
             assert (dynamic is not None) == (wanted and pool is not None)
             assert (static is not None) == (wanted and fmt.scale in STATIC_SCALES)
@@ -154,7 +161,7 @@ def test_finite_in_finite_out_pure_and_row_by_row(name: str, data: st.DataObject
 def test_zeros_stay_zeros_and_every_compute_dtype_works(name: str, dtype: torch.dtype) -> None:
     """With a static float zero point, zeros come back to within half a step."""
     for stored in everything_stored(bound(name, LAYERS, dtype)):
-        scale, zero = stored.statics
+        scale, zero, _ = stored.statics
         x = torch.zeros(*rows_of(stored.fmt), len(stored.heads), 64, dtype=dtype)
         out = stored.decode(stored.encode(x), dtype)
         assert out.dtype == dtype

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import textwrap
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -154,35 +155,88 @@ def test_longrope_is_limited_to_its_original_length():
     assert HFAdapter(model).max_positions == 128
 
 
-def test_adapters_share_a_model_and_the_last_close_restores_it():
+def test_adapters_share_a_model_and_one_that_closes_leaves_it_to_the_other():
     model = tiny_model("gemma3_text")
-    original = model.config._attn_implementation
-    first, second = HFAdapter(model), HFAdapter(model)
+    first, second = HFAdapter(model, fused=False), HFAdapter(model, fused=False)
     first.close()
     first.close()
-    assert model.config._attn_implementation == "qkv"
     with pytest.raises(ModelError, match="closed"):
         run_steps(first, sequences())
     run_steps(second, sequences())
     second.close()
-    assert model.config._attn_implementation == original
-    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
 
 
-def test_using_an_attached_model_elsewhere_says_whose_it_is():
+def test_between_forwards_a_model_is_as_its_user_left_it():
+    """Its attention, its mode, and what it computes; also after a forward that failed."""
+    model = tiny_model("gemma2")
+    ids = sequences()[0]
+    expected = eager_logits(model, ids)
+    adapter = HFAdapter(model, fused=False)
+    model.set_attn_implementation("eager")
+    model.model.layers[1].train()
+    got = run_steps(adapter, sequences())[0]
+
+    class Broken(DenseBackend):
+        def attend(self, *args, **kwargs):
+            raise RuntimeError("broken backend")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        adapter.forward(
+            ids[:2], torch.arange(2), torch.arange(2), StepContext(Broken(adapter.layers), dense_metadata([(0, 0, 2)]))
+        )
+    assert model.config._attn_implementation == "eager"
+    assert [layer.mlp.training for layer in model.model.layers] == [False, True, False]
+    assert (got - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+    assert torch.equal(eager_logits(model, ids), expected)
+
+
+def test_forwards_run_in_eval_mode():
+    model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    expected = run_steps(HFAdapter(model), sequences())
+    got = run_steps(HFAdapter(model.train()), sequences())
+    assert model.training
+    assert all(torch.equal(e, g) for e, g in zip(expected, got, strict=True))
+
+
+def test_using_a_model_in_the_middle_of_a_forward_is_an_error():
     model = tiny_model("llama")
-    adapter = HFAdapter(model)
-    with pytest.raises(ModelError, match=r"belongs to a qkv Engine; close\(\)"):
-        model(input_ids=torch.tensor([[5, 6]]))
-    adapter.close()
+    adapter = HFAdapter(model, fused=False)
+    caught = []
+
+    class Meanwhile(DenseBackend):
+        def attend(self, *args, **kwargs):
+            def use():
+                try:
+                    model(input_ids=torch.tensor([[5, 6]]))
+                except ModelError as error:
+                    caught.append(str(error))
+
+            thread = threading.Thread(target=use)
+            thread.start()
+            thread.join()
+            return super().attend(*args, **kwargs)
+
+    backend, meta = Meanwhile(adapter.layers), dense_metadata([(0, 0, 2)])
+    adapter.forward(torch.tensor([5, 6]), meta.positions, torch.arange(2), StepContext(backend, meta))
+    assert len(caught) == 3
+    assert "use a copy of it" in caught[0]
     model(input_ids=torch.tensor([[5, 6]]))
 
 
-def test_changed_attention_is_noticed():
+def test_a_layer_that_leaves_the_attention_interface_is_noticed():
     model = tiny_model("llama")
     adapter = HFAdapter(model, fused=False)
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(ModelError, match="0 of 3 attention layers"):
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(ModelError, match="2 of 3 attention layers"):
+        run_steps(adapter, sequences())
+
+
+@pytest.mark.parametrize("name", ["scaling", "sliding_window"])
+def test_attention_that_is_not_what_it_was_is_refused(name):
+    model = tiny_model("mistral")
+    adapter = HFAdapter(model, fused=False)
+    setattr(model.model.layers[1].self_attn, name, 3) if name == "scaling" else setattr(model.config, name, 3)
+    with pytest.raises(ModelError, match=r"attention of layer [01] changed while the engine was open"):
         run_steps(adapter, sequences())
 
 

@@ -1,12 +1,13 @@
 """The fused forward: the same logits as transformers' for every architecture it recognises, and no claim on any other."""
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from qkv.attention import hf
+from qkv.attention import borrow
 from qkv.attention.base import StepContext
 from qkv.attention.fused import FusedForward
 from qkv.attention.hf import HFAdapter
@@ -113,7 +114,12 @@ def test_engines_share_one_and_the_last_close_forgets_it() -> None:
     first, second = HFAdapter(model), HFAdapter(model)
     assert first._fused is second._fused
     assert HFAdapter(model, fused=False).forward_path == "transformers: runner.fused is false"
-    assert hf._attached[model].fused is first._fused
+    assert borrow.share(model).fused is first._fused
+    first.close()
+    second.close()
+    del first, second
+    gc.collect()
+    assert borrow.share(model).fused is None
 
 
 def refused(model: PreTrainedModel) -> str:

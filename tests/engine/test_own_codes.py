@@ -16,7 +16,11 @@ from tests.kernels.own_codes import Rooted, Spread, Untrue, Zeros
 PREFIX = tokens(1, 48)
 PROMPTS = [PREFIX + tokens(10 + i, n) for i, n in enumerate((30, 9, 17))]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=3)
-UNITS = {"tokens": {}, "blocks": {"unit": "block"}, "sinks": {"sink_tokens": 4}}
+ROOTED: dict[str, dict[str, Any]] = {"tokens": {}, "blocks": {"unit": "block"}, "sinks": {"sink_tokens": 4}}
+ENCODED_IN_PYTHON = [name for name in QUANTIZERS.names() if QUANTIZERS.get(name).encode_rule == "custom"]
+SPECS = {name: {"name": "rooted", **fields} for name, fields in ROOTED.items()} | {
+    name: {"name": name} for name in ENCODED_IN_PYTHON
+}
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +43,13 @@ def kl(quantizer: str, **kw: Any) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_bytes_and_logits_do_not_depend_on_the_schedule(unit: str) -> None:
+@pytest.mark.parametrize("name", SPECS)
+def test_bytes_and_logits_do_not_depend_on_the_schedule(name: str) -> None:
     """Under swapping, recomputation, prefix hits and other chunks, to the bit."""
 
     def run(roomy: bool, preemptor: str = "swap", chunk: int = 512, warm: bool = False) -> tuple[Any, dict[str, Any]]:
         size = {"num_blocks": 60 if roomy else 16, "preemptor": preemptor, "max_num_batched_tokens": chunk}
-        with make({"name": "rooted", **UNITS[unit]}, 8, deterministic=True, **size) as e:
+        with make(SPECS[name], 8, deterministic=True, **size) as e:
             if warm:
                 e.generate(PROMPTS, PARAMS)
             bytes_of = keep_stored(e)

@@ -79,7 +79,7 @@ def test_a_hub_data_set_that_cannot_be_reached_is_one_line(monkeypatch: pytest.M
         raise ConnectionError("offline\nlong story")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(ConfigError, match=r"cannot load 'wikitext': offline$"):
+    with pytest.raises(ConfigError, match=r"cannot load 'wikitext' \(split test\): offline$"):
         DATA.build({"name": "hub", "path": "wikitext"}).documents()
 
 
@@ -171,10 +171,10 @@ def test_csv_with_any_separator_and_broken_rows(tmp_path: Path) -> None:
     texts, report = read("csv", file)
     assert texts == ["one; with a\nline break", "zwei größer", "five"]
     assert dict(report.skipped) == {"empty or null": 2, "more cells than columns": 1}
-    assert "text taken from: body (also there: id; choose with data.field=...)" in report.notes[0]
+    assert "text taken from: body (also there: id (ids, URLs, numbers or dates); choose with data.field=...)" in report.notes[0]
 
 
-def test_json_and_parquet_are_streamed_by_datasets(tmp_path: Path) -> None:
+def test_json_and_parquet(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     rows = [{"id": i, "content": f"text {i}" if i else None} for i in range(4)]
     (tmp_path / "a.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -214,7 +214,7 @@ def test_messages_and_prompt_fields_go_through_the_chat_template(tmp_path: Path)
 
 
 def test_samples_are_seeded_spread_over_lengths_and_disjoint(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{i} " * (1 + i)}) for i in range(200)))
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{i} " * (2 + i)}) for i in range(200)))
     source = DATA.build({"name": "jsonl", "path": str(tmp_path / "a.jsonl")})
     sampling = Sampling(documents=32, tokens=300, held_back=8)
     sample = draw(source, None, sampling, seed=1)

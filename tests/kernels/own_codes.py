@@ -78,9 +78,14 @@ class Spread(Rooted):
         seen = ("channel_min", "channel_max")
         return [StaticTensor(side, "spread", ("H", "D"), seen, half, positive=True) for side in ("k", "v")]
 
+    def _spread(self, side: Side, layer: int) -> torch.Tensor:
+        spread = self.static_tensor(layer, side, "spread")
+        assert spread is not None
+        return spread
+
     def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:
-        return super().encode(x.float() / self.static_tensor(layer, side, "spread"), side, layer)
+        return super().encode(x.float() / self._spread(side, layer), side, layer)
 
     def decode(self, codes: Codes, side: Side, layer: int, dtype: torch.dtype, range_index: int = 0) -> torch.Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        return (super().decode(codes, side, layer, wide) * self.static_tensor(layer, side, "spread")).to(dtype)
+        return (super().decode(codes, side, layer, wide) * self._spread(side, layer)).to(dtype)

@@ -276,14 +276,14 @@ def test_the_operator_compiles_without_a_graph_break() -> None:
     results = []
     for compiled in (False, True):
         ours = paged(shape(), "int8_token", [20])
-        part = ours.backend._parts[0][0]  # type: ignore[attr-defined]
+        stored = ours.backend._ranges[0][0]  # type: ignore[attr-defined]
         q, k, v = ours.data[0]
         table = torch.tensor([ours.tables[0]], dtype=torch.int32)
         slots = torch.tensor([ours.tables[0][p // 8] * 8 + p % 8 for p in range(20)])
 
-        def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part=part, table=table, slots=slots) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stored=stored, table=table, slots=slots) -> torch.Tensor:
             start = torch.tensor([0, 20], dtype=torch.int32)
-            return cpu.attend(q, k, v, part.planes, table, start, slots, torch.arange(20), None, part.formats, 0.25) * 2
+            return cpu.attend(q, k, v, stored.tensors, table, start, slots, torch.arange(20), None, stored.formats, 0.25) * 2
 
         run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
         results.append((run(q, k, v), [b.clone() for b in stored_bytes(ours)]))

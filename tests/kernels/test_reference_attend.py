@@ -204,6 +204,6 @@ def test_planes_with_padded_pages_are_read_by_their_strides() -> None:
         codes, scale = (torch.cat([t, t, t], 1)[:, : t.shape[1]] for t in plane.pool)  # a page is followed by a gap
         return plane._replace(codes=codes, scale=scale)
 
-    (planes,) = other.backend._planes[0]  # type: ignore[attr-defined]
-    other.backend._planes[0] = [planes._replace(k=padded(planes.k), v=padded(planes.v))]  # type: ignore[attr-defined]
+    (planes,) = other.backend._planes[0]
+    other.backend._planes[0] = [planes._replace(k=padded(planes.k), v=padded(planes.v))]
     assert torch.equal(other.run([{0: 30}])[0], want)

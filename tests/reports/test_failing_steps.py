@@ -89,9 +89,14 @@ class Fault:
     method: str
     every: int = 5
     times: int = 3
-    error: Callable[[], Exception] = lambda: OSError("no luck")
+    error: Callable[[], BaseException] = lambda: OSError("no luck")
     spares_all: bool = False  # nobody's fault: nobody may end
     warm: bool = False  # needs cached blocks that nobody uses: a roomy pool, and all prompts once before
+
+
+def _evictor(engine: Engine) -> Any:
+    allocator: Any = engine.scheduler.manager.allocator
+    return allocator._evictor
 
 
 FAULTS = {
@@ -101,10 +106,10 @@ FAULTS = {
     "release": Fault(lambda e: e.scheduler.manager.allocator, "release", every=2),
     "publish": Fault(lambda e: e.scheduler.manager.allocator, "publish"),
     "match": Fault(lambda e: e.scheduler.manager.allocator, "match", every=3),
-    "evictor add": Fault(lambda e: e.scheduler.manager.allocator._evictor, "add"),
-    "evictor hit": Fault(lambda e: e.scheduler.manager.allocator._evictor, "hit", every=2),
-    "evictor remove": Fault(lambda e: e.scheduler.manager.allocator._evictor, "remove", every=2, warm=True),
-    "evictor pop": Fault(lambda e: e.scheduler.manager.allocator._evictor, "pop", every=2),
+    "evictor add": Fault(_evictor, "add"),
+    "evictor hit": Fault(_evictor, "hit", every=2),
+    "evictor remove": Fault(_evictor, "remove", every=2, warm=True),
+    "evictor pop": Fault(_evictor, "pop", every=2),
     "preemptor victims": Fault(lambda e: e.scheduler.preemptor, "victims", every=1),
     "preemptor mode": Fault(lambda e: e.scheduler.preemptor, "mode", every=1),
     "hash": Fault(lambda e: e.scheduler.manager._hasher, "extend"),
@@ -142,7 +147,7 @@ FAULTS = {
 }
 
 
-def broken(fault: Fault, original: Callable[..., Any], raised: list[Exception]) -> Callable[..., Any]:
+def broken(fault: Fault, original: Callable[..., Any], raised: list[BaseException]) -> Callable[..., Any]:
     calls = itertools.count(1)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +163,7 @@ def broken(fault: Fault, original: Callable[..., Any], raised: list[Exception]) 
 def test_wherever_a_step_fails_the_others_finish_with_right_tokens(
     name: str, quiet: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault, raised = FAULTS[name], list[Exception]()
+    fault, raised = FAULTS[name], list[BaseException]()
     with engine_of(**({"num_blocks": 128} if fault.warm else {})) as engine:
         if fault.warm:
             engine.generate(PROMPTS, SamplingParams(max_tokens=1, ignore_eos=True))
@@ -179,7 +184,7 @@ def test_an_interrupt_anywhere_leaves_everything_in_order(
     name: str, quiet: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C is nobody's error: it reaches who steps, and all requests finish afterwards."""
-    fault, raised = replace(FAULTS[name], times=1, every=2, error=KeyboardInterrupt), list[Exception]()
+    fault, raised = replace(FAULTS[name], times=1, every=2, error=KeyboardInterrupt), list[BaseException]()
     with engine_of() as engine:
         target = fault.target(engine)
         monkeypatch.setattr(target, fault.method, broken(fault, getattr(target, fault.method), raised))
@@ -206,7 +211,7 @@ def failing_when(engine: Engine, guilty: Callable[[list[int]], bool], error: Cal
         if guilty(ids.tolist()):
             count[0] += 1
             raise error()
-        return forward(ids, *args)  # type: ignore[no-any-return]
+        return forward(ids, *args)
 
     engine._parts.adapter.forward = fail  # type: ignore[attr-defined]
     try:
@@ -361,7 +366,7 @@ def test_a_text_that_cannot_be_made_ends_a_stream_with_the_reason() -> None:
         engine.check()
         assert not engine.has_work
     with make(tokenizer=Fragile()) as engine:
-        Fragile.decode = lambda *_, **__: 1 / 0  # type: ignore[assignment,method-assign,return-value]
+        Fragile.decode = lambda *_, **__: 1 / 0  # type: ignore[assignment,method-assign]
         outs = list(engine.stream([[5, 6]], bad))
         assert [o.finish_reason for o in outs] == ["error"]
         engine.generate([[5, 6]], good)

@@ -4,12 +4,15 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from calibration.text.data import DATA, DataSource
 from calibration.text.rows import Bad
 from qkv.errors import ConfigError
 from qkv.validate import require
+
+_SECONDS = 5.0  # that the hub may take to answer
 
 
 @DATA.register("hub")
@@ -31,27 +34,51 @@ class Hub(DataSource):
         require(self.limit >= 1, "limit", self.limit, "at least 1")
 
     def rows(self) -> Iterator[Any]:
-        yield from islice(stream(self.path, self.config, split=self.split), self.limit)
+        """An error at the first row raises ConfigError; a later one ends the stream with a Bad row: datasets cannot continue."""
+        if importlib.util.find_spec("datasets") is None:
+            raise ConfigError("data: the package 'datasets' is not installed. Run: pip install datasets")
+        self._must_answer()
+        from datasets import load_dataset
+        from datasets.utils.logging import set_verbosity_error
 
+        set_verbosity_error()  # its errors arrive here as exceptions
+        read = 0
+        try:
+            # decode: images and sounds stay bytes, which nobody here looks at
+            for row in islice(load_dataset(self.path, self.config, split=self.split, streaming=True).decode(False), self.limit):
+                read += 1
+                yield row
+        except Exception as error:  # datasets raises many kinds: unknown name, gated, bad split, broken file
+            if not read:
+                raise ConfigError(f"data.path: cannot load {self._named()}: {_first_line(error)}") from error
+            yield Bad("unreadable rest of the data")
 
-def stream(path: str, config: str | None = None, **arguments: Any) -> Iterator[Any]:
-    """Rows of datasets.load_dataset(path, config, **arguments, streaming=True). An error at the first row raises ConfigError;
-    a later one ends the stream with a Bad row, for datasets cannot continue."""
-    if importlib.util.find_spec("datasets") is None:
-        raise ConfigError("data: the package 'datasets' is not installed. Run: pip install datasets")
-    from datasets import load_dataset
-    from datasets.utils.logging import set_verbosity_error
+    def _named(self) -> str:
+        settings = {"config": self.config, "split": self.split}
+        shown = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
+        return f"'{self.path}' ({shown})"
 
-    set_verbosity_error()  # its errors arrive here as exceptions
-    read = 0
-    try:
-        for row in load_dataset(path, config, streaming=True, **arguments):
-            read += 1
-            yield row
-    except Exception as error:  # datasets raises many kinds: offline, unknown name, gated, bad split, broken file
-        if not read:
-            shown = arguments.get("data_files", path)
+    def _must_answer(self) -> None:
+        """One request with a short time limit: datasets tries for half a minute. Raises ConfigError: no network, no such name."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+        if Path(self.path).expanduser().exists():
+            return
+        instead = "or read files: data=jsonl data.path=FILE"
+        try:
+            HfApi().dataset_info(self.path, timeout=_SECONDS)
+        except OfflineModeIsEnabled:
+            return  # datasets looks into its cache, and fails at once
+        except RepositoryNotFoundError:
+            raise ConfigError(f"data.path: the hub has no data set '{self.path}', or it is private (hf auth login)") from None
+        except HfHubHTTPError:
+            return  # gated or in trouble: datasets says which
+        except Exception as error:  # of the network, by whichever library the hub's client uses
             raise ConfigError(
-                f"data.path: cannot load '{shown}': {(str(error) or type(error).__name__).splitlines()[0]}"
+                f"data.path: the hub cannot be reached for '{self.path}' ({_first_line(error)}); look at the network, {instead}"
             ) from error
-        yield Bad("unreadable rest of the data")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

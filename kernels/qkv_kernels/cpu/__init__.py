@@ -78,8 +78,8 @@ def instruction_set(asked: str | None = None) -> str:
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
     """None if the kernels read and write this format at head dim D, else the reason."""
-    if fmt.reading == "quantizer":
-        return UNFUSED
+    if fmt.reading in UNFUSED:
+        return UNFUSED[fmt.reading]
     if fmt.raw:
         known = fmt.storage in (torch.float32, torch.bfloat16, torch.float16)
         return None if known else f"the cpu kernels have no raw {fmt.storage}"

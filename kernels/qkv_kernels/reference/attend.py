@@ -161,13 +161,15 @@ def _gather(plane: Plane, table: torch.Tensor, seen: torch.Tensor, dtype: torch.
 
     if plane.fmt.scale == "block_channel":
         scale, zero = (None if pool is None else pages(pool) for pool in (plane.scale, plane.zero))
-        tokens = codec.dequantize(pages(plane.codes).transpose(2, 3), scale, zero, plane.fmt, dtype)
+        codes = pages(plane.codes).transpose(2, 3)
+        tokens = codec.dequantize(codes, scale, zero, plane.fmt, dtype, plane.static_scale, None, plane.table)
         return tokens.permute(0, 3, 1, 2, 4).flatten(2, 3)
     scale, zero = (None if pool is None else keys(pool) for pool in (plane.scale, plane.zero))
     static_scale, static_zero = (
         s.unsqueeze(1) if s is not None and s.dim() else s for s in (plane.static_scale, plane.static_zero)
     )
-    return codec.dequantize(keys(plane.codes), scale, zero, plane.fmt, dtype, static_scale, static_zero)
+    codebook = plane.table if plane.table is None or plane.table.dim() == 1 else plane.table.unsqueeze(1)
+    return codec.dequantize(keys(plane.codes), scale, zero, plane.fmt, dtype, static_scale, static_zero, codebook)
 
 
 def _decoded(plane: Plane, decode: Decode, table: torch.Tensor, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

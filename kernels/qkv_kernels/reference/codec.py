@@ -1,4 +1,4 @@
-"""Encode and decode of every affine format, driven by KVFormat. The definition that kernels are compared with.
+"""Encode and decode of every format that is affine or has a codebook. The definition that kernels are compared with.
 
 A code q is a signed integer (or an fp8 number); its value is q * scale, (q - zero) * scale with zero="code", or
 q * scale + zero with zero="float". Rules, each implied by the format:
@@ -7,6 +7,9 @@ q * scale + zero with zero="float". Rules, each implied by the format:
     static   scale and zero are given
     absmax   dynamic, zero="none":  scale = absmax / qmax,  q in [-qmax, qmax]
     minmax   dynamic, with a zero:  [min, max] onto all codes
+
+With a codebook a code is the index of the entry nearest to (x - zero) / scale, the lower one of two that are equally near; absmax
+and minmax put the largest magnitude, or both ends, onto the outermost entries.
 
 Scales and zeros are rounded to `scale_dtype` first and codes are computed from them as stored, so that decoding uses
 exactly what encoding used. All arithmetic is IEEE float32 (float64 for float64 input), rounding is half to even.
@@ -23,6 +26,7 @@ from qkv_kernels.reference.packing import multiple_of, pack, unpack
 Encoded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 MIN_SCALE = 2.0**-24  # smallest positive float16: constant and zero rows divide by this instead of by zero
+_SMALLEST = {torch.float8_e4m3fn: 2.0**-9}  # positive numbers of types that do not reach MIN_SCALE
 HUGE = 2.0**100  # far beyond what scales reach; sums of that many stay finite
 
 
@@ -44,18 +48,27 @@ def refusal(fmt: KVFormat, D: int) -> str | None:
 
 
 def encode(
-    x: torch.Tensor, fmt: KVFormat, static_scale: torch.Tensor | None = None, static_zero: torch.Tensor | None = None
+    x: torch.Tensor,
+    fmt: KVFormat,
+    static_scale: torch.Tensor | None = None,
+    static_zero: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> Encoded:
     """x [T, H, D] -> (data [T, H, Dp], scale, zero); scale and zero [T, H] or [T, H, D/group], None unless dynamic.
 
     Block-unit formats: x [n, B, H, D], n whole blocks; scale and zero [n, H, D] for "block_channel", else as above with
-    [n, B] for [T]. static_scale, static_zero: [], [H] or [H, D], as the format says. Row (block) i depends on x[i] only.
+    [n, B] for [T]. static_scale, static_zero: [], [H] or [H, D], as the format says. table [entries] or [H, entries], of
+    codebooks; static_scale [] is then the scale of the tensor, if the format has one. Row (block) i depends on x[i] only.
     """
     if fmt.raw:
         return x.to(fmt.storage), None, None
     x = x.to(_compute_dtype(x.dtype))
     if fmt.rotate:
         x = hadamard(x.clamp(-HUGE, HUGE))
+    if fmt.reading == "codebook":
+        assert table is not None
+        unit = x if static_scale is None else x / static_scale.to(x.dtype)
+        return look_up(x, fmt, table, *_fit(unit, fmt, table), static_scale)
     scale: torch.Tensor | None
     zero: torch.Tensor | None
     if fmt.scale in STATIC_SCALES or fmt.scale == "none":
@@ -76,6 +89,41 @@ def encode(
     return (pack(q, fmt.bits) if fmt.bits < 8 else q.to(fmt.storage)), scale, zero
 
 
+def look_up(
+    x: torch.Tensor,
+    fmt: KVFormat,
+    table: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None = None,
+) -> Encoded:
+    """Codes of x [..., H, D] in a codebook format, with scale and zero as they are stored: for quantizers that choose these.
+
+    x: rotated already where the format rotates. Where the scale is 0, codes are 0.
+    """
+    x = x if zero is None else x - _spread(zero, fmt, x)
+    codes = nearest(x if scale is None else x / _step(scale, tensor_scale, fmt, x), table)
+    return pack(codes.to(torch.int16) - 2 ** (fmt.bits - 1), fmt.bits), scale, zero
+
+
+def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """uint8 index of the entry of table (ascending, [entries] or [H, entries]) nearest to x [..., H, D]; the lower one of two."""
+    middles = ((table[..., 1:] + table[..., :-1]) / 2).to(x.dtype)
+    codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    for middle in middles.unbind(-1):
+        codes += x > (middle[:, None] if middle.dim() else middle)
+    return codes
+
+
+def row_sum(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] -> [...]: the sum of every row in one fixed order, so that it does not depend, to the bit, on the other rows."""
+    while (n := x.shape[-1]) > 1:
+        half = n // 2
+        folded = x[..., :half] + x[..., half : 2 * half]
+        x = folded if n % 2 == 0 else torch.cat([folded, x[..., -1:]], -1)
+    return x[..., 0]
+
+
 def decode(
     data: torch.Tensor,
     scale: torch.Tensor | None,
@@ -84,11 +132,12 @@ def decode(
     dtype: torch.dtype,
     static_scale: torch.Tensor | None = None,
     static_zero: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What encode() was given, as stored: dequantize(), rotated back if the format rotates. Same arguments."""
     if not fmt.rotate:
-        return dequantize(data, scale, zero, fmt, dtype, static_scale, static_zero)
-    return hadamard(dequantize(data, scale, zero, fmt, _compute_dtype(dtype), static_scale, static_zero)).to(dtype)
+        return dequantize(data, scale, zero, fmt, dtype, static_scale, static_zero, table)
+    return hadamard(dequantize(data, scale, zero, fmt, _compute_dtype(dtype), static_scale, static_zero, table)).to(dtype)
 
 
 def dequantize(
@@ -99,14 +148,21 @@ def dequantize(
     dtype: torch.dtype,
     static_scale: torch.Tensor | None = None,
     static_zero: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """data [..., Dp] with scale and zero [...] or [..., D/group] (None unless dynamic) -> values [..., D] in `dtype`.
     For "block_channel", data [..., B, H, Dp] with scale and zero [..., H, D].
 
-    Statics broadcast: [H] or [H, D] for data [T, H, Dp], [H, 1] or [H, 1, D] for data [..., H, S, Dp].
+    Statics broadcast: [H] or [H, D] for data [T, H, Dp], [H, 1] or [H, 1, D] for data [..., H, S, Dp]. The
+    table is [entries], or likewise [H, entries] or [H, 1, entries].
     """
     if fmt.raw:
         return data.to(dtype)
+    if fmt.reading == "codebook":
+        assert table is not None
+        x = _entries(table.to(_compute_dtype(dtype)), unpack(data, fmt.bits).long())
+        x = x if scale is None else x.mul_(_step(scale, static_scale, fmt, x))
+        return (x if zero is None else x.add_(_spread(zero, fmt, x))).to(dtype)
     x = _widen(data, fmt, _compute_dtype(dtype))
     s, z = (static_scale, static_zero) if scale is None else (scale, zero)
     if z is not None and fmt.zero == "code":
@@ -131,8 +187,23 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _choose(x: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dynamic scale and zero of every row (group of channels, channel of a block), as stored."""
+def _entries(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """table[code] for every code [..., D], in a new tensor; the table's leading dims broadcast to those of the codes."""
+    if table.dim() == 1:
+        return table[codes]
+    return torch.gather(table.expand(*codes.shape[:-1], -1), -1, codes)
+
+
+def _step(scale: torch.Tensor, tensor_scale: torch.Tensor | None, fmt: KVFormat, x: torch.Tensor) -> torch.Tensor:
+    """What entries of a codebook are multiplied with, to broadcast against x [..., D]."""
+    s = _spread(scale, fmt, x)
+    return s if tensor_scale is None else s * tensor_scale.to(x.dtype)
+
+
+def _choose(x: torch.Tensor, fmt: KVFormat, table: torch.Tensor | None = None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Dynamic scale and zero of every row (group of channels, channel of a block), as stored. table: of a codebook."""
+    if fmt.scale == "none":
+        return None, None
     rows = x.unflatten(-1, (-1, fmt.group)) if fmt.group else x
     over = -3 if fmt.scale == "block_channel" else -1
     qmin, qmax = code_range(fmt)
@@ -143,14 +214,34 @@ def _choose(x: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor 
         low, high = low.clamp(max=0), high.clamp(min=0)
         scale = _stored_scale((high - low) / (qmax - qmin), fmt)
         return scale, (qmin - low / scale).round().clamp(qmin, qmax).to(fmt.scale_dtype)
-    largest = torch.finfo(fmt.scale_dtype).max
-    zero = (low - (high - low) / (qmax - qmin) * qmin).clamp(-largest, largest).to(fmt.scale_dtype)
+    zero = _stored_zero(low - (high - low) / (qmax - qmin) * qmin, fmt)
     # The scale reaches both ends from the zero as stored: rounding of the zero never clips.
     return _stored_scale(torch.maximum((high - zero) / qmax, (low - zero) / qmin), fmt), zero
 
 
+def _fit(x: torch.Tensor, fmt: KVFormat, table: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The same for a codebook: the largest magnitude, or with a zero both ends, come onto the outermost entries."""
+    if fmt.scale == "none":
+        return None, None
+    rows = x.unflatten(-1, (-1, fmt.group)) if fmt.group else x
+    over = -3 if fmt.scale == "block_channel" else -1
+    first, last = table[..., 0].to(x.dtype), table[..., -1].to(x.dtype)
+    if table.dim() == 2 and fmt.scale != "token":  # [H] beside scales [..., H, groups or D]
+        first, last = first[:, None], last[:, None]
+    if fmt.zero == "none":
+        return _stored_scale(rows.abs().amax(over) / torch.maximum(-first, last), fmt), None
+    low, high = rows.aminmax(dim=over)
+    scale = _stored_scale((high - low) / (last - first), fmt)
+    return scale, _stored_zero(low - scale.to(x.dtype) * first, fmt)
+
+
 def _stored_scale(scale: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
-    return scale.clamp(MIN_SCALE, torch.finfo(fmt.scale_dtype).max).to(fmt.scale_dtype)
+    return scale.clamp(_SMALLEST.get(fmt.scale_dtype, MIN_SCALE), torch.finfo(fmt.scale_dtype).max).to(fmt.scale_dtype)
+
+
+def _stored_zero(zero: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    largest = torch.finfo(fmt.scale_dtype).max
+    return zero.clamp(-largest, largest).to(fmt.scale_dtype)
 
 
 def _spread(s: torch.Tensor, fmt: KVFormat, x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ class Plane(NamedTuple):
     """K or V of one head range: pool planes [N, H, B, ...] and static parameters, as KVFormat says.
 
     tail [slots, H, (tail_blocks + 1) * B, D], sink [slots, H, sink_tokens, D]: raw rows in the compute dtype, unrotated.
-    decode: given where fmt.reading is "quantizer".
+    table [entries] or [H, entries]: given where fmt.reading is "codebook"; decode, where it is "quantizer".
     """
 
     fmt: KVFormat
@@ -30,6 +30,7 @@ class Plane(NamedTuple):
     static_zero: torch.Tensor | None = None
     tail: torch.Tensor | None = None
     sink: torch.Tensor | None = None
+    table: torch.Tensor | None = None
     decode: Decode | None = None
 
     @property

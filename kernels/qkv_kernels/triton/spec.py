@@ -262,8 +262,8 @@ def _conversion(arch: str) -> Literal["plain", "packed", "fp8"]:
 
 def refusal(fmt: KVFormat, D: int) -> str | None:
     """None if the kernels read and write the format at head dim D, else the reason and what would work."""
-    if fmt.reading == "quantizer":
-        return UNFUSED
+    if fmt.reading in UNFUSED:
+        return UNFUSED[fmt.reading]
     reason = codec.refusal(fmt, D)
     if reason:
         return reason

@@ -55,7 +55,7 @@ def _check(quantizer: Quantizer, fmt: KVFormat, x: torch.Tensor, side: Side, lay
     if not difference <= ROUNDING * largest:
         raise ConfigError(
             f"decode differs by up to {difference:.3g} from what the format says, where the largest value is {largest:.3g}. "
-            "Kernels read a format whose reading is 'affine' as code * scale + zero and never call decode: correct decode, or "
+            f"Backends read a format whose reading is '{fmt.reading}' by themselves and never call decode: correct decode, or "
             "say reading='quantizer' in the format, which the reference backend runs"
         )
 

@@ -4,6 +4,7 @@ Takes: K and V rows. Gives: codes, and the values that codes stand for.
 Does not know about: blocks, requests, attention.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Quantizer(ABC):
         if scales is not None:
             scales.check_names(layers, declared)
         self._layers, self._dtype = layers, dtype
+        self._defaults = declared if scales is None else []
 
         def value(layer: LayerShape, t: StaticTensor) -> torch.Tensor:
             if scales is not None:
@@ -67,14 +69,18 @@ class Quantizer(ABC):
             return torch.full(t.shape_in(layer), t.default, dtype=torch.float32)
 
         self._tensors = [{t.name: value(layer, t).to(device) for t in declared} for layer in layers]
+        for warning in self.warnings():
+            logging.getLogger(__name__).warning(warning)
 
     def static_tensor(self, layer: int, side: Side, kind: str) -> torch.Tensor | None:
         """The declared tensor of a layer (position among the bound layers), or None where none of that name is declared."""
         return self._tensors[layer].get(f"{side}_{kind}")
 
     def static_bytes(self) -> int:
-        """Bytes of the static tensors of all layers. The engine adds them to what the cache takes."""
-        return sum(t.nbytes for tensors in self._tensors for t in tensors.values())
+        """Bytes of the static tensors of all layers, codebooks included. The engine adds them to what the cache takes."""
+        tables = (self.table(i, side) for i in range(len(self._layers)) for side in SIDES)
+        held = [*(t for tensors in self._tensors for t in tensors.values()), *(t for t in tables if t is not None)]
+        return sum({t.data_ptr(): t.nbytes for t in held}.values())
 
     @abstractmethod
     def formats(self, layer: int) -> list[HeadFormat]:
@@ -88,14 +94,18 @@ class Quantizer(ABC):
         return [HeadFormat(range(self._layers[layer].H), k, v)]
 
     def statics(self, layer: int) -> list[HeadStatics]:
-        """The static scales and zeros by which kernels read and write formats that are affine, one entry per entry of
-        formats(layer). The backend asks once, when it is bound. Declared tensors of the kinds "scale" and "zero" are these."""
+        """The static scales, zeros and codebooks by which formats are read, one entry per entry of formats(layer). The backend
+        asks once, when it is bound. Declared tensors of the kinds "scale" and "zero" are these."""
 
         def of(side: Side, heads: range) -> Statics:
-            found = (self.static_tensor(layer, side, kind) for kind in ("scale", "zero"))
-            return Statics(*(t if t is None or not t.dim() else t[heads.start : heads.stop] for t in found))
+            scale, zero = (self.static_tensor(layer, side, kind) for kind in ("scale", "zero"))
+            return Statics(scale, zero, self.table(layer, side)).of_heads(slice(heads.start, heads.stop))
 
         return [HeadStatics(*(of(side, r.heads) for side in SIDES)) for r in self.formats(layer)]
+
+    def table(self, layer: int, side: Side) -> torch.Tensor | None:
+        """The codebook of a side, ascending, [entries] or [H, entries]: by default the declared tensor of the kind "table"."""
+        return self.static_tensor(layer, side, "table")
 
     @abstractmethod
     def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:
@@ -138,8 +148,11 @@ class Quantizer(ABC):
         }
 
     def warnings(self) -> list[str]:
-        """What a record must say about the bound quantizer, e.g. that its scales were not calibrated. The engine asks once."""
-        return []
+        """What a record must say about the bound quantizer: that its scales were not calibrated. The engine asks once."""
+        if not self._defaults:
+            return []
+        values = " and ".join(f"{t.name} is {t.default}" for t in self._defaults)
+        return [f"{self.name}: no scale file, so {values} everywhere: values beyond the format's range saturate"]
 
     def fingerprint(self) -> str:
         """Identity of the stored bytes beyond the formats. The engine puts it into the root of the prefix cache's hash chain and

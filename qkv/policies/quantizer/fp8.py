@@ -1,15 +1,14 @@
 """8-bit floats with one static scale per head."""
 
-import logging
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
-from qkv.layout import SIDES, HeadFormat, KVFormat, LayerShape
+from qkv.layout import SIDES, HeadFormat, KVFormat
 from qkv.policies.quantizer._affine import AffineQuantizer
 from qkv.policies.quantizer.base import QUANTIZERS
-from qkv.scales import ScaleFile, StaticTensor
+from qkv.scales import StaticTensor
 from qkv_kernels.reference.codec import MIN_SCALE
 
 
@@ -33,17 +32,6 @@ class Fp8Quantizer(AffineQuantizer):
             return (absmax / largest).clamp(min=MIN_SCALE)
 
         return [StaticTensor(side, "scale", ("H",), ("head_absmax",), scale, positive=True, default=1.0) for side in SIDES]
-
-    def bind(self, layers: list[LayerShape], scales: ScaleFile | None, dtype: torch.dtype, device: torch.device) -> None:
-        super().bind(layers, scales, dtype, device)
-        self._uncalibrated = scales is None
-        for warning in self.warnings():
-            logging.getLogger(__name__).warning(warning)
-
-    def warnings(self) -> list[str]:
-        return (
-            ["fp8: no scale file, so every scale is 1.0: values beyond the format's range saturate"] if self._uncalibrated else []
-        )
 
     def formats(self, layer: int) -> list[HeadFormat]:
         head = KVFormat(bits=8, storage=self._storage, scale="head", scale_dtype=torch.float32)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from qkv.errors import ScaleError
-from qkv.layout import Codes, HeadFormat, HeadStatics, KVFormat, LayerShape, Side, Statics
+from qkv.layout import Codes, HeadFormat, HeadStatics, KVFormat, LayerShape, Side
 from qkv.policies.quantizer.base import QUANTIZERS, Quantizer
 from qkv.scales import ScaleFile, StaticTensor
 from qkv.validate import require
@@ -97,11 +97,8 @@ class ProtectedQuantizer(Quantizer):
         return [p.format for p in self._ranges[layer]]
 
     def statics(self, layer: int) -> list[HeadStatics]:
-        def cut(statics: Statics, within: slice) -> Statics:
-            return Statics(*(t if t is None or not t.dim() else t[within] for t in statics))
-
         owned = ((p.owner.statics(layer)[p.range_index], p.within) for p in self._ranges[layer])
-        return [HeadStatics(cut(s.k, within), cut(s.v, within)) for s, within in owned]
+        return [HeadStatics(s.k.of_heads(within), s.v.of_heads(within)) for s, within in owned]
 
     def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:
         """The owner encodes whole ranges of its own: the other heads are zeros, and its codes for them are dropped."""
@@ -128,6 +125,12 @@ class ProtectedQuantizer(Quantizer):
 
     def static_tensors(self) -> list[StaticTensor]:
         return self._inner.static_tensors()
+
+    def static_tensor(self, layer: int, side: Side, kind: str) -> torch.Tensor | None:
+        return self._inner.static_tensor(layer, side, kind)
+
+    def table(self, layer: int, side: Side) -> torch.Tensor | None:
+        return self._inner.table(layer, side)
 
     def static_bytes(self) -> int:
         return self._inner.static_bytes() + self._wide.static_bytes()

@@ -1,5 +1,7 @@
 """The triton backend: what it refuses, and whole steps and engines in the interpreter."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -108,7 +110,8 @@ def test_nothing_of_a_step_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch, qu
         return torch.empty(*shape, dtype=of, device="meta")
 
     def moved(p: Plane) -> Plane:
-        return Plane(p.fmt, *(t if t is None else t.to("meta") for t in p[1:]))
+        there: dict[str, Any] = {f: t.to("meta") for f, t in p._asdict().items() if isinstance(t, torch.Tensor)}
+        return p._replace(**there)
 
     backend._planes = [[p._replace(k=moved(p.k), v=moved(p.v)) for p in ranges] for ranges in backend._planes]
     step = AttentionMetadata(
