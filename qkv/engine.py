@@ -364,6 +364,18 @@ class Engine:
             self.scheduler.manager.check(self.scheduler.requests())
             self._parts.store.check_null()
 
+    def left_over(self) -> dict[str, int]:
+        """What requests hold, by kind. Nothing, once all of them have ended and their callers have what they asked for."""
+        with self._turns.alone():
+            manager = self.scheduler.manager
+            return {
+                "blocks": manager.allocator.num_referenced,
+                "host_blocks": manager.host.num_blocks - manager.host.num_free,
+                "receivers": len(self._loop.receivers),
+                "outputs": self._loop.num_outputs,
+                "calls": self._turns.num_unfinished,
+            }
+
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -264,6 +264,11 @@ class Loop:
 
     # -- results -----------------------------------------------------------------------------------------------------
 
+    @property
+    def num_outputs(self) -> int:
+        """Requests of which text or log-probabilities are kept."""
+        return len(self._outputs)
+
     def forget(self, request: Request) -> None:
         """Nobody will ask for its output."""
         self._outputs.forget(request.id)

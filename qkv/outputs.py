@@ -80,6 +80,9 @@ class Outputs:
             error=request.error,
         )
 
+    def __len__(self) -> int:
+        return len(self._states)
+
     def forget(self, request_id: int) -> None:
         self._states.pop(request_id, None)
 

@@ -52,6 +52,11 @@ class Turns:
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that a caller still waits for."""
+        return len(self._calls)
+
     def claim(self, call: Call, request: Request) -> None:
         """The request is the call's. To be called before a step can see the request."""
         if self.closed:

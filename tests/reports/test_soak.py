@@ -1,0 +1,22 @@
+"""Minutes of everything at once. A toy-size run is among those of every experiment."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import run
+
+KINDS = {"abort", "allocator", "bad request", "callback", "clock", "evictor", "forward", "host memory", "out of memory", "output"}
+KINDS |= {"preemptor", "sampling", "stream left", "swap copy"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_five_minutes_of_threads_and_faults_change_no_answer_and_leave_nothing_behind(tmp_path: Path) -> None:
+    assert run.main(["experiment=soak", "minutes=5", "logger=none", f"hydra.run.dir={tmp_path}"]) == 0
+    (row,) = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["rows"]
+    faults = row["soak"]["faults"]
+    assert set(faults) == KINDS, "a kind of fault was never met"
+    assert all(kind["survived"] == kind["injected"] > 0 for kind in faults.values())
+    assert row["soak"]["ended"]["length"] > 100
