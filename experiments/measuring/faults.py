@@ -40,7 +40,7 @@ class Faults:
         self._break("preemptor", engine.scheduler.preemptor, "mode", lambda: TypeError(MARK), 10)
         self._break("host memory", parts.store, "reserve_host", lambda: MemoryError(MARK), 20)
         self._break("swap copy", parts.store, "copy_in", lambda: OSError(MARK), 10)
-        self._break("out of memory", parts.adapter, "forward", lambda: torch.OutOfMemoryError(f"out of memory, {MARK}"))
+        self._break("out of memory", parts.adapter, "forward", lambda: torch.OutOfMemoryError(f"out of memory, {MARK}"), 0.3)
         self._break("forward", parts.backend, "attend", lambda: ValueError(MARK), 0.2)
         self._break("sampling", loop._sampler, "_draw", lambda: ArithmeticError(MARK), 0.2)
         self._break("output", loop._outputs, "append", lambda: UnicodeError(MARK), 0.2)

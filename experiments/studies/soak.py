@@ -190,7 +190,7 @@ class Soak(Experiment):
 
     minutes: float = 5.0
     threads: int = 6
-    operations: int = 40
+    operations: int = 25
     rate: float = 0.01
     growth: int = 128 * 2**20
 
@@ -299,7 +299,7 @@ def random_policies(config: EngineConfig, rng: random.Random) -> EngineConfig:
         num_blocks=1 + rng.randrange(enough, 2 * enough),
         memory_bytes=None,
         memory_utilization=None,
-        host_memory_bytes=rng.choice((0, "1MiB", "8MiB")),
+        host_memory_bytes=rng.choice((0, "8MiB", "8MiB")),
         enable_prefix_caching=rng.random() < 0.8,
     )
     scheduler = replace(
