@@ -18,7 +18,7 @@ PROMPTS = [PREFIX + tokens(10 + i, n) for i, n in enumerate((30, 9, 17))]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=3)
 ROOTED: dict[str, dict[str, Any]] = {"tokens": {}, "blocks": {"unit": "block"}, "sinks": {"sink_tokens": 4}}
 ENCODED_IN_PYTHON = [name for name in QUANTIZERS.names() if QUANTIZERS.get(name).encode_rule == "custom"]
-SPECS = {name: {"name": "rooted", **fields} for name, fields in ROOTED.items()} | {
+SPECS: dict[str, dict[str, Any]] = {name: {"name": "rooted", **fields} for name, fields in ROOTED.items()} | {
     name: {"name": name} for name in ENCODED_IN_PYTHON
 }
 

@@ -148,6 +148,24 @@ def test_senseless_codebook_formats_are_refused(fields: dict[str, Any], message:
         KVFormat(4, torch.uint8, "token", tensor_scale=True)
 
 
+@pytest.mark.parametrize("preset", ["k8v4", "4bit", "k3v4", "3bit"])
+def test_presets_of_turboquant_store_and_attend_at_their_bits(preset: Any) -> None:
+    layer = shape(Dk=64)
+    paged = Paged(layer, {"name": "turboquant", "preset": preset}, [20])
+    torch.testing.assert_close(paged.run([{0: 19}, {0: 1}])[0].double(), paged.expected(0), rtol=2e-5, atol=2e-5)
+    memory = paged.store.memory_report()
+    k_bits, v_bits = {"k8v4": (8, 4.5), "4bit": (4.25, 4.5), "k3v4": (3.25, 4.5), "3bit": (3.25, 3.5)}[preset]
+    assert (memory["effective_bits_k"], memory["effective_bits_v"]) == (k_bits, v_bits)
+
+
+def test_a_protected_codebook_is_read_at_the_right_heads() -> None:
+    inner = {"name": "nvfp4", "search": False}
+    spec = {"name": "protected", "inner": inner, "wide": "turboquant", "heads": [[0, 1]], "sink_tokens": 2, "tail_blocks": 0}
+    paged = Paged(shape(H=3, Dk=32), spec, [45])
+    out = paged.run([{0: 30}, {0: 15}])[0]
+    torch.testing.assert_close(out.double(), paged.expected(0), rtol=2e-5, atol=2e-5)
+
+
 def stored(spec: Any, x: torch.Tensor) -> torch.Tensor:
     """What K rows x [T, H, D] are read as."""
     q = QUANTIZERS.build(spec)

@@ -14,7 +14,8 @@ from qkv.scales import ScaleFile
 from qkv_kernels.reference import codec
 from qkv_kernels.reference.hadamard import hadamard
 
-BITS = {"k8v4": (8, 4), "4bit": (4, 4), "k3v4": (3, 4), "3bit": (3, 3)}  # preset -> of K, of V
+Bits = Literal[8, 4, 3]
+BITS: dict[str, tuple[Bits, Bits]] = {"k8v4": (8, 4), "4bit": (4, 4), "k3v4": (3, 4), "3bit": (3, 3)}  # preset -> of K, of V
 
 
 @QUANTIZERS.register("turboquant")
@@ -45,9 +46,10 @@ class TurboQuant(AffineQuantizer):
 
     def formats(self, layer: int) -> list[HeadFormat]:
         k_bits, v_bits = BITS[self.preset]
-        k = KVFormat(k_bits, torch.uint8, "token", rotate=True, reading="codebook")  # type: ignore[arg-type]
-        v = KVFormat(v_bits, torch.uint8, "token", zero="float")  # type: ignore[arg-type]
-        return self.whole(layer, KVFormat(8, torch.float8_e4m3fn) if k_bits == 8 else k, v)
+        k = KVFormat(8, torch.float8_e4m3fn)
+        if k_bits < 8:
+            k = KVFormat(k_bits, torch.uint8, "token", rotate=True, reading="codebook")
+        return self.whole(layer, k, KVFormat(v_bits, torch.uint8, "token", zero="float"))
 
     def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:
         if side == "v" or self._table is None:
