@@ -9,7 +9,7 @@ written through `.data` count no version; one element of every tensor is compare
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Watch:
 
     def changes(self) -> list[str]:
         """What changed since the last look, in words; it is looked at anew then."""
-        if self._glance() == self._seen:
+        if self._same_members() and self._glance() == self._seen:
             return []
         before = self._state
         self.look()
@@ -75,16 +75,18 @@ class Watch:
         self._versioned = [t for t in self._tensors if not t.is_inference()]
         self._samples = _Samples(self._tensors)
         self.hooked = self._find_hooked()
-        self._kept = (
-            [list(d.values()) for d in self._members],
-            [d.get(key) for d, key in self._settings],
-        )  # so that no other object gets the id of one that was replaced
+        self._kept = list(chain.from_iterable(map(dict.values, self._members)))
+        self._objects = [d.get(key) for d, key in self._settings]  # kept, so that no other object gets the id of one that goes
         self._state: dict[str, Any] = dict(self._states(named))
         self._seen = self._glance()
 
+    def _same_members(self) -> bool:
+        """Whether modules have the same parameters, buffers and children: the objects, not their values."""
+        members = chain.from_iterable(map(dict.values, self._members))
+        return sum(map(len, self._members)) == len(self._kept) and all(map(is_, members, self._kept))
+
     def _glance(self) -> tuple[Any, ...]:
         return (
-            list(map(id, chain.from_iterable(map(dict.values, self._members)))),
             list(map(type, self.modules)),
             [d["forward"] for d in self._dicts if "forward" in d],
             list(map(attrgetter("forward"), self._classes)),

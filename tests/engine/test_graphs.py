@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from qkv.engine import Engine
 from qkv.graphs import DecodeGraphs, Forward
 from qkv.types import SamplingParams
 from tests.engine.support import make, scales, tokens
+from tests.engine.tiny_models import tiny_model
 
 
 class Rerun:
@@ -77,6 +79,24 @@ def test_a_model_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCapture
     assert not graphs.prepare(graphs.size(3) or 0)
     assert graphs.size(3) is None
     assert "could not be captured (operation not permitted" in caplog.text
+
+
+def test_a_changed_model_is_captured_anew_and_one_with_hooks_is_not_replayed() -> None:
+    """A graph holds the addresses of the weights that it was captured with, and calls no hooks."""
+    Rerun.captures = Rerun.replays = 0
+    model: Any = tiny_model("llama")
+    with Engine.create(model, num_blocks=64, max_num_seqs=2) as engine:
+        runner: Any = engine._parts.runner
+        runner.graphs = DecodeGraphs(runner._decode_rows, 2, capture=Rerun)
+        params, calls = SamplingParams(max_tokens=6), []
+        engine.generate([tokens(0, 9)], params)
+        assert (Rerun.captures, Rerun.replays) == (1, 5)
+        model.load_state_dict({n: 1.2 * t for n, t in model.state_dict().items()}, assign=True)
+        engine.generate([tokens(0, 9)], params)
+        assert (Rerun.captures, Rerun.replays) == (2, 10)
+        model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+        engine.generate([tokens(0, 9)], params)
+        assert (len(calls), Rerun.replays) == (6, 10)
 
 
 def test_graphs_are_off_without_a_gpu() -> None:
