@@ -5,6 +5,7 @@ Takes: messages as messages.py gives them, a tokenizer. Gives: text. Does not kn
 
 import json
 from collections import Counter
+from functools import cached_property
 from typing import Any
 
 from calibration.text.messages import Message, turn
@@ -32,31 +33,35 @@ class Chat:
 
     def __init__(self, tokenizer: Any, repaired: Counter[str], dropped: Counter[str]) -> None:
         self._tokenizer, self._repaired, self._dropped = tokenizer, repaired, dropped
-        self._shows_calls: bool | None = None
-        self._shows_tools: bool | None = None
+
+    @cached_property
+    def _shows_calls(self) -> bool:
+        """Whether the template has a place for tool calls and results."""
+        return _shows(self._render(_PROBE_CALL, []), "probe_call", "probe_result")
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        """Whether it has one for definitions of tools."""
+        return _shows(self._render([turn("user", "u")], _PROBE_TOOLS), "probe_tool")
 
     def text(self, messages: list[Message], tools: list[Any]) -> str:
         """The conversation as the model would read it; without a template, its turns one after the other."""
+        plain = written_out(messages, tools)
         if not getattr(self._tokenizer, "chat_template", None):
-            return "\n\n".join(m["content"] for m in written_out(messages, tools))
-        with_calls = any(m.get("tool_calls") or m["role"] == "tool" for m in messages)
-        if with_calls and self._shows_calls is None:
-            self._shows_calls = _shows(self._render(_PROBE_CALL, []), "probe_call", "probe_result")
-        if tools and self._shows_tools is None:
-            self._shows_tools = _shows(self._render([turn("user", "u")], _PROBE_TOOLS), "probe_tool")
-        plain = with_calls and not self._shows_calls
-        beside = tools if self._shows_tools and not plain else []
-        said = written_out(messages, [] if beside else tools) if plain else _with_tools(messages, [] if beside else tools)
-        for attempt in (said, _alternating(written_out(messages, tools))):
-            rendered = self._render(attempt, beside if attempt is said else [])
+            return _joined(plain)
+        attempts: list[tuple[list[Message], list[Any]]] = [(plain, []), (_alternating(plain), [])]
+        if self._shows_calls or not any(m.get("tool_calls") or m["role"] == "tool" for m in messages):
+            beside = tools and self._shows_tools
+            attempts.insert(0, (messages, tools) if beside else (_with_tools(messages, tools), []))
+        for said, definitions in attempts:
+            rendered = self._render(said, definitions)
             if rendered is not None:
-                self._repaired["conversations with turns merged for the chat template"] += attempt is not said
-                self._dropped["turns that the chat template leaves out"] += sum(
-                    m["content"].strip() not in rendered for m in attempt
-                )
+                self._repaired["conversations with turns merged for the chat template"] += said is attempts[-1][0]
+                left_out = sum(m["content"].strip() not in rendered for m in said)
+                self._dropped["turns that the chat template leaves out"] += left_out
                 return rendered
         self._repaired["messages joined without the chat template, which refused them"] += 1
-        return "\n\n".join(m["content"] for m in written_out(messages, tools))
+        return _joined(plain)
 
     def _render(self, messages: list[Message], tools: list[Any]) -> str | None:
         try:
@@ -100,3 +105,7 @@ def _alternating(messages: list[Message]) -> list[Message]:
 
 def _shows(rendered: str | None, *words: str) -> bool:
     return rendered is not None and all(word in rendered for word in words)
+
+
+def _joined(messages: list[Message]) -> str:
+    return "\n\n".join(m["content"] for m in messages)

@@ -74,6 +74,5 @@ def why_not_text(values: Sequence[Any]) -> str | None:
 
 
 def _is_word(text: str) -> bool:
-    """One word of a script that puts spaces between words."""
-    stripped = text.strip()
-    return len(stripped.split()) == 1 and all(c < "\u0e00" or "\u1100" > c > "\u0e80" for c in stripped)
+    """One word, of a script that puts spaces between words (those after Sinhala mostly do not)."""
+    return len(text.split()) == 1 and all(c < "\u0e00" for c in text)
