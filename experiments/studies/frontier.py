@@ -5,6 +5,7 @@ settings are evaluated on another. All engines score a document before the next 
 """
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -32,6 +33,7 @@ from qkv.policies.quantizer.base import QUANTIZERS
 from qkv.scales import ScaleFile
 from qkv.validate import from_mapping, require
 
+_SUMS, _STATISTICS = "sums.json", "statistics.safetensors"  # what a run leaves for the one that resumes it
 SINK_TOKENS = 4  # first tokens of every calibration document, which percentile and mse do not clip
 
 
@@ -59,9 +61,15 @@ class Setting:
 
 @dataclass
 class _Case:
+    """fraction: of reads that came from the cache, over the documents so far."""
+
     setting: Setting
     row: dict[str, Any]
     accuracy: Accuracy = field(default_factory=Accuracy)
+    fraction: float | None = None
+
+    def summarize(self) -> None:
+        self.row["accuracy"] = self.accuracy.part({"fraction_read_from_cache": self.fraction})
 
 
 @EXPERIMENTS.register("frontier")
@@ -91,8 +99,8 @@ class Frontier(Experiment):
         if len(set(labels)) < len(labels):
             raise ConfigError(f"settings: each at most once, got {', '.join(labels)}")
         self._calibration = DATA.build(self.calibration)
-        if self.resume is not None and not (Path(self.resume) / "sums.json").is_file():
-            raise ConfigError(f"resume: '{self.resume}' holds no sums.json; give the folder of a run that was interrupted")
+        if self.resume is not None and not any((Path(self.resume) / name).is_file() for name in (_SUMS, _STATISTICS)):
+            raise ConfigError(f"resume: '{self.resume}' holds no {_SUMS}; give the folder of a run that was interrupted")
 
     def run(self, run: Run) -> None:
         loaded = load_model(run.engine.model)
@@ -102,7 +110,7 @@ class Frontier(Experiment):
         own = Accuracy()
         cases = [_Case(setting, {}) for setting in self._settings]
         identity = xxhash.xxh3_128_hexdigest(json.dumps([loaded.fingerprint, documents, self.calibration]).encode())
-        done = self._resumed(identity, own, cases)
+        done = self._resumed(run.folder, identity, own, cases)
         with ExitStack() as open_engines:
             baseline = engines.build(config, loaded, "none")
             open_engines.callback(baseline.close)
@@ -117,13 +125,14 @@ class Frontier(Experiment):
             with tqdm(total=len(documents), initial=done, disable=not run.progress, unit="document", leave=False) as bar:
                 for i, document in enumerate(documents[done:], done + 1):
                     score_document(document, baseline, others, own)
-                    for case, (engine, accuracy) in zip(cases, others, strict=True):
-                        case.row["accuracy"] = accuracy.part(engine.metrics())
+                    for case, (engine, _) in zip(cases, others, strict=True):
+                        case.fraction = engine.metrics()["fraction_read_from_cache"]
+                        case.summarize()
                     self._keep(run.folder, identity, i, own, cases)
                     run.record.save()
                     bar.update()
         for case in cases:
-            case.row.setdefault("accuracy", case.accuracy.part({"fraction_read_from_cache": None}))
+            case.summarize()
             run.logger.row(case.row)
         self._show(run, loaded, cases)
 
@@ -133,7 +142,7 @@ class Frontier(Experiment):
             return None
         count, length = self.calibration_documents, self.tokens_per_document
         text = windows(self._calibration, loaded.tokenizer, count, length, run.engine.seed)
-        checkpoint = (Path(self.resume) if self.resume else run.folder) / "statistics.safetensors"
+        checkpoint = run.folder / _STATISTICS
         with tqdm(total=count * length, disable=not run.progress, unit=" tokens", leave=False, desc="calibrating") as bar:
             return gather(engine, text, SINK_TOKENS, checkpoint, every=8, progress=bar.update)
 
@@ -165,12 +174,17 @@ class Frontier(Experiment):
         }
         return engine
 
-    def _resumed(self, identity: str, own: Accuracy, cases: Sequence[_Case]) -> int:
-        """Take over the sums of the run to resume, and return how many documents it had scored. Raises ConfigError if that run
-        had other settings."""
+    def _resumed(self, folder: Path, identity: str, own: Accuracy, cases: Sequence[_Case]) -> int:
+        """Documents that a former run has scored. Its sums are taken over, and what it has kept is copied here, so that this
+        run can be resumed too. Raises ConfigError if they are of another run."""
         if self.resume is None:
             return 0
-        kept = json.loads((Path(self.resume) / "sums.json").read_text(encoding="utf-8"))
+        former = Path(self.resume)
+        if former.resolve() != folder.resolve() and (former / _STATISTICS).is_file():
+            shutil.copy(former / _STATISTICS, folder / _STATISTICS)
+        if not (former / _SUMS).is_file():
+            return 0
+        kept = json.loads((former / _SUMS).read_text(encoding="utf-8"))
         missing = [case.setting.label for case in cases if case.setting.label not in kept["settings"]]
         if kept["identity"] != identity or missing:
             raise ConfigError(
@@ -181,15 +195,18 @@ class Frontier(Experiment):
         for accuracy, values in [(own, kept["none"]), *((c.accuracy, kept["settings"][c.setting.label]) for c in cases)]:
             for name, value in values.items():
                 setattr(accuracy, name, value)
+        for case in cases:
+            case.fraction = kept.get("fractions", {}).get(case.setting.label)
+        self._keep(folder, identity, int(kept["done"]), own, cases)
         return int(kept["done"])
 
     def _keep(self, folder: Path, identity: str, done: int, own: Accuracy, cases: Sequence[_Case]) -> None:
         settings = {case.setting.label: asdict(case.accuracy) for case in cases}
-        part = folder / "sums.json.part"
-        part.write_text(
-            json.dumps({"identity": identity, "done": done, "none": asdict(own), "settings": settings}), encoding="utf-8"
-        )
-        part.replace(folder / "sums.json")
+        fractions = {case.setting.label: case.fraction for case in cases}
+        part = folder / f"{_SUMS}.part"
+        sums = {"identity": identity, "done": done, "none": asdict(own), "settings": settings, "fractions": fractions}
+        part.write_text(json.dumps(sums), encoding="utf-8")
+        part.replace(folder / _SUMS)
 
     def _show(self, run: Run, loaded: LoadedModel, cases: Sequence[_Case]) -> None:
         rows = sorted((case.row for case in cases), key=lambda r: (bits(r), r["accuracy"]["kl_divergence"]))
