@@ -3,8 +3,8 @@
     python -m experiments.run experiment=compare quantizers='[none,{name: int8}]' model=smollm2
     python -m experiments.run --help
 
-Exit codes: 0 done · 1 the run failed · 2 the command or a setting is wrong · 130 interrupted. A user's error is one
-message; a traceback is a bug. Does not know about: what any experiment measures.
+Exit codes: 0 done · 1 the run failed · 2 the command or a setting is wrong, and nothing is left of it · 130 interrupted.
+A user's error is one message; a traceback is a bug. Does not know about: what any experiment measures.
 """
 
 import contextlib
