@@ -65,8 +65,8 @@ def used_by(run: Run, quantizers: Sequence[Quantizer]) -> None:
     able = [q.name for q in quantizers if q.static_tensors()]
     if file is not None and file.metadata.get("quantizer") not in able:
         raise ScaleError(
-            f"scales={run.engine.scales} was made for quantizer '{file.metadata.get('quantizer')}', which is not among those here that "
-            f"take scales ({', '.join(able) or 'none'}); add that quantizer, give another file, or scales=null"
+            f"scales={run.engine.scales} was made for quantizer '{file.metadata.get('quantizer')}', which is not among those "
+            f"here that take scales ({', '.join(able) or 'none'}); add that quantizer, give another file, or scales=null"
         )
 
 
