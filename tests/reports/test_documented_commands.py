@@ -129,9 +129,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def parquet(path: Path, texts: list[str]) -> None:
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    from pyarrow.parquet import write_table
-
-    write_table(arrow.table({"text": texts}), path)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": texts}), path)
 
 
 def policies(folder: Path) -> None:
