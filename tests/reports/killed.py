@@ -12,11 +12,13 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from experiments import run
+from experiments.harness.base import EXPERIMENTS
 from qkv.scales import ScaleFile
 from tests.experiments.lm_support import save_tiny, write_tasks
 
@@ -107,6 +109,8 @@ def child(arguments: list[str], log: Path) -> int:
     try:
         code = run.main(arguments)
         sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -123,6 +127,7 @@ def main(name: str, place: Path, seed: int, moments: int) -> list[str]:
         "sweep": Sweep,
         "accuracy": lambda: Accuracy(place),
     }
+    EXPERIMENTS.names()  # imports them
     if name == "accuracy":
         import lm_eval.tasks  # noqa: F401  once, and not in every child
     kind, log, rng, problems = make[name](), place / "log", random.Random(seed), list[str]()
