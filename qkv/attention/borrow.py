@@ -88,6 +88,11 @@ class SharedModel:
                 if any(c not in before for c in again):
                     self._note(again)
 
+    def settle_first(self) -> None:
+        """After an adapter's first forwards: what changed in them is the model's own doing."""
+        with self._idle:
+            self.watch.excuse(self.watch.changes())
+
     def _note(self, changes: list[str]) -> None:
         """The forwards that were made for the model as it was are no good any more."""
         self.version, self.changed = self.version + 1, changes

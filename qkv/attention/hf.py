@@ -155,7 +155,7 @@ class HFAdapter:
             self.layers: list[LayerShape] = probe_layers(model, self.vocab_size)
         self._vocab_size = self.vocab_size
         self._choose_forward(self._shared)
-        self._shared.watch.excuse(self._shared.watch.changes())  # what its first forwards changed
+        self._shared.settle_first()
         self._version = self._shared.version
 
     def _choose_forward(self, shared: SharedModel) -> None:
