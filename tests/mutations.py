@@ -229,6 +229,7 @@ def main() -> int:
         known = rows_of(README.read_text(encoding="utf-8"))
         chosen = [m for m in chosen if m.breaks not in known]
     started = time.monotonic()
+    warm_up()
     try:
         for mutation in chosen:
             mutation.apply(ROOT)
@@ -245,5 +246,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    warm_up()
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # libraries that were imported to be ready only complain when they are taken down
