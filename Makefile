@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	PYTHONPATH=kernels $(PY) -m qkv_kernels.cpu || echo "without the CPU kernels, attention on a CPU runs on the slow reference" >&2
 	@touch $@
 
-demo: $(STAMP) ## what each KV quantizer costs and saves, on a real model (about a minute)
+demo: $(STAMP) ## what each KV quantizer costs and saves, on a real model; says first how long it takes
 	$(PY) -m experiments.run experiment=demo
 
 test: $(STAMP) ## the default test tier

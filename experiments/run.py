@@ -3,8 +3,8 @@
     python -m experiments.run experiment=compare quantizers='[none,{name: int8}]' model=smollm2
     python -m experiments.run --help
 
-Exit codes: 0 done · 1 the run failed · 2 the command or a setting is wrong · 130 interrupted. A user's error is one
-message; a traceback is a bug. Does not know about: what any experiment measures.
+Exit codes: 0 done · 1 the run failed · 2 the command or a setting is wrong, and nothing is left of it · 130 interrupted.
+A user's error is one message; a traceback is a bug. Does not know about: what any experiment measures.
 """
 
 import contextlib
@@ -38,6 +38,7 @@ class _Command:
     """One call of main(). codes: the exit code of every job, which Hydra has no way to hand back. sweep: its jobs' folders."""
 
     config: str
+    place: str  # the setting of where it writes
     claims: folders.Claims = field(default_factory=folders.Claims)
     codes: list[int] = field(default_factory=list)
     sweep: list[Path] = field(default_factory=list)
@@ -69,6 +70,13 @@ class _Command:
             else:
                 folders.remove_if_empty(folder)
             return
+        except OSError as error:
+            message = folders.no_place(error, self.place)
+            if message is None:
+                raise
+            self.codes.append(self.refuse(ConfigError(message), 2))
+            folders.remove_if_empty(folder)
+            return
         self._run(experiment, run, values, sweeping)
 
     def _locked(self, sweep: Path) -> bool:
@@ -97,7 +105,7 @@ class _Command:
             wrong = isinstance(error, ConfigError) and not data["rows"]
             self.codes.append(self.refuse(error, 2 if wrong else 1))
         except Exception as error:
-            full = folders.no_place(error, "hydra.run.dir") if isinstance(error, OSError) else None
+            full = folders.no_place(error, self.place) if isinstance(error, OSError) else None
             data["error"] = full or f"{type(error).__name__}: {error}"
             if full:
                 self.codes.append(self.refuse(ConfigError(full), 1))
@@ -121,9 +129,7 @@ class _Command:
         try:
             run.record.save()
         except OSError as error:
-            print(
-                f"WARNING: the record is as of its last row: {folders.no_place(error, 'hydra.run.dir') or error}", file=sys.stderr
-            )
+            print(f"WARNING: the record is as of its last row: {folders.no_place(error, self.place) or error}", file=sys.stderr)
 
     def finish(self) -> None:
         """A sweep ends in one table and one page; where every job was refused, in nothing."""
@@ -147,9 +153,8 @@ class _Command:
 def main(arguments: Iterable[str] | None = None, config: str = "config") -> int:
     """Run the command line; returns the exit code. Raises what is a bug. config: the file of conf/ it all starts from."""
     with screen.prepared(), _logs_closed():
-        command = _Command(config)
         words = sys.argv[1:] if arguments is None else list(arguments)
-        sweeping = bool({"-m", "--multirun"} & set(words))
+        command = _Command(config, "hydra.sweep.dir" if {"-m", "--multirun"} & set(words) else "hydra.run.dir")
         try:
             return _main(command, words)
         except KeyboardInterrupt:
@@ -158,7 +163,7 @@ def main(arguments: Iterable[str] | None = None, config: str = "config") -> int:
         except (HydraException, OmegaConfBaseException) as error:  # some of Hydra's are OSErrors too
             return command.refuse(error, 2)
         except OSError as error:
-            message = folders.no_place(error, "hydra.sweep.dir" if sweeping else "hydra.run.dir")
+            message = folders.no_place(error, command.place)
             if message is None:
                 raise
             return command.refuse(ConfigError(message), 1 if command.codes else 2)

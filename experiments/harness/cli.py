@@ -116,7 +116,7 @@ def explain(error: Exception, conf: Path, arguments: Sequence[str], config: str 
     if "override must be a string or a list" in text:  # of a group, and Hydra does not say which
         for group, _, value in (argument.partition("=") for argument in arguments):
             options = groups(conf).get(group, [])
-            if group and "." not in group and set(value.split(",")) - set(options):
+            if group[:1].isalpha() and "." not in group and set(value.split(",")) - set(options):
                 return f"{group}={value}: '{value}' is no option of {group}; {suggest(value, options)}"
     if first.startswith("Ambiguous value for argument"):
         given = first.removeprefix("Ambiguous value for argument ")

@@ -39,8 +39,8 @@ class Claims:
         return self._folder
 
     def sweep(self, name: str) -> str:
-        """The folder of a sweep, which the same sweep has every time."""
-        self._sweep = f"outputs/{name}"
+        """The folder of a sweep, which the same sweep has every time; jobs that ask again get the same one."""
+        self._sweep = self._sweep or f"outputs/{name}"
         return self._sweep
 
     def discard(self) -> None:

@@ -30,7 +30,7 @@ def provide(
     Raises ScaleError, or ConfigError where there is too little text.
     """
     file = given(run)
-    if file is not None and file.metadata.get("quantizer") == quantizer.name:
+    if file is not None and file.metadata.get("quantizer") == quantizer.name and quantizer.static_tensors():
         return file, str(run.engine.scales)
     if not quantizer.needs_scales:
         return None, None
@@ -62,10 +62,11 @@ def given(run: Run) -> ScaleFile | None:
 def used_by(run: Run, quantizers: Sequence[Quantizer]) -> None:
     """Raise ScaleError if a scale file is given and none of the quantizers would use it: scales are never dropped silently."""
     file = given(run)
-    if file is not None and file.metadata.get("quantizer") not in {q.name for q in quantizers}:
+    able = [q.name for q in quantizers if q.static_tensors()]
+    if file is not None and file.metadata.get("quantizer") not in able:
         raise ScaleError(
-            f"scales={run.engine.scales} was made for quantizer '{file.metadata.get('quantizer')}', which is not among "
-            f"{', '.join(q.name for q in quantizers)}; add that quantizer, give another file, or scales=null"
+            f"scales={run.engine.scales} was made for quantizer '{file.metadata.get('quantizer')}', which is not among those "
+            f"here that take scales ({', '.join(able) or 'none'}); add that quantizer, give another file, or scales=null"
         )
 
 

@@ -17,6 +17,7 @@ from qkv.cache.prefix import PrefixHasher
 from qkv.validate import require
 
 WORTH = 0.2  # prefix caching pays where at least this share of the prompt tokens is repeated
+_MOST = 0.75  # of what the smallest blocks find is found by the block size that is advised, the largest that does
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128, 256)  # that an allocator takes
 _VOCAB = 32_000
 _PERCENTILES = (1, 50, 90, 99)
@@ -72,12 +73,13 @@ def _advice(requests: list[Arrival], block_size: int, rate: float) -> str:
     are shared."""
     if rate >= WORTH:
         return "Prefix caching pays."
-    for smaller in (size for size in reversed(BLOCK_SIZES) if size < block_size):
-        if (better := repeated_share(requests, smaller)) >= WORTH:
-            return (
-                f"Only whole blocks are shared, and what these prompts share is shorter than most blocks of {block_size}: "
-                f"in blocks of {smaller} it is {better:.1%}, and prefix caching pays (allocator.block_size={smaller})."
-            )
+    smaller = {size: repeated_share(requests, size) for size in reversed(BLOCK_SIZES) if size < block_size}
+    enough = [size for size, share in smaller.items() if share >= max(WORTH, _MOST * max(smaller.values()))]
+    if enough:
+        return (
+            f"Only whole blocks are shared, and what these prompts share is too short for blocks of {block_size}: in blocks of "
+            f"{enough[0]} it is {smaller[enough[0]]:.1%}, and prefix caching pays (allocator.block_size={enough[0]})."
+        )
     return (
         f"Below {WORTH:.0%} in blocks of {block_size} and of every smaller size: leave prefix caching off "
         "(cache.enable_prefix_caching=false)."

@@ -139,6 +139,8 @@ def _tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> Iterato
     }
     if missing:
         yield f"the tokenizer has no {' and no '.join(f'{role} token ({effects[role]})' for role in missing)}"
+    if not hasattr(tokenizer, "__len__"):  # somebody's own, which only encodes and decodes
+        return
     size = len(tokenizer)
     if size > vocab_size:
         yield (

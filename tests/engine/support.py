@@ -1,5 +1,6 @@
 """Shared by engine tests: engines on a tiny model, scales for it, and what is stored for a request."""
 
+import json
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -33,15 +34,20 @@ def tokens(seed: int, n: int) -> list[int]:
     return torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@lru_cache
-def scales(quantizer: str, name: str = "llama") -> ScaleFile | None:
+def scales(quantizer: str | dict[str, Any], name: str = "llama") -> ScaleFile | None:
     """Scales of the tiny model for a quantizer that needs them, from random text; None for the others."""
+    return _scales(json.dumps(quantizer), name)
+
+
+@lru_cache
+def _scales(quantizer: str, name: str) -> ScaleFile | None:
     from calibration.fitting.collect import absmax_scales
 
-    if not QUANTIZERS.build(quantizer).needs_scales:
+    built = QUANTIZERS.build(json.loads(quantizer))
+    if not built.needs_scales:
         return None
     with Engine.create(model(name), num_blocks=64) as engine:
-        return absmax_scales(engine, [tokens(99, 200)], QUANTIZERS.build(quantizer))
+        return absmax_scales(engine, [tokens(99, 200)], built)
 
 
 def make(quantizer: str | dict[str, Any] = "none", block_size: int = 16, **kw: Any) -> Engine:
@@ -50,7 +56,7 @@ def make(quantizer: str | dict[str, Any] = "none", block_size: int = 16, **kw: A
     defaults: dict[str, Any] = {
         "quantizer": quantizer,
         "allocator": {"name": "paged", "block_size": block_size},
-        "scales": scales(quantizer if isinstance(quantizer, str) else quantizer["name"], name),
+        "scales": scales(quantizer, name),
         "num_blocks": 128,
         "host_memory_bytes": "4MiB",  # check() looks at every host block
         "watermark": 0.0,

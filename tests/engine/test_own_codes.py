@@ -1,14 +1,18 @@
 """Quantizers that read their codes themselves, end to end: schedules, swap, prefix sharing, calibration, and wrong decodes."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
+from calibration.fitting import search
 from calibration.fitting.collect import absmax_scales
+from calibration.fitting.fit import fit
+from calibration.fitting.statistics import Statistics
 from qkv.errors import ConfigError, ScaleError
 from qkv.policies.quantizer.base import QUANTIZERS
-from qkv.scales import ScaleFile
+from qkv.scales import ScaleFile, StaticTensor
 from qkv.types import SamplingParams
 from tests.engine.support import keep_stored, make, model, tokens
 from tests.kernels.own_codes import Rooted, Spread, Untrue, Zeros
@@ -111,3 +115,22 @@ def test_static_tensors_of_any_name_are_calibrated_stored_checked_and_read(tmp_p
             make("spread", scales=other)
     with pytest.raises(ScaleError, match=r"quantizer spread needs a scale file.*calibration\.run"):
         make("spread", scales=None)
+
+
+@dataclass
+class Counted(Rooted):
+    """Declares a tensor that is made of something other than a range."""
+
+    name = "counted"
+
+    def static_tensors(self) -> list[StaticTensor]:
+        return [StaticTensor("k", "total", ("H",), ("histogram",), lambda counts: counts.sum((1, 2)))]
+
+
+def test_tensors_that_no_range_determines_are_made_as_collected_and_other_methods_refuse_them() -> None:
+    collected = {0: {f"{s}_{kind}": torch.ones(2, 4) for s in "kv" for kind in ("channel_min", "channel_max")}}
+    collected[0]["k_histogram"] = torch.ones(2, 4, 5)
+    made = search.tensors(Counted(), collected, [], "absmax", 100)
+    assert made["layers.0.k_total"].tolist() == [20, 20]
+    with pytest.raises(ConfigError, match=r"method=percentile chooses ranges, but quantizer counted makes .* from k_histogram"):
+        fit(None, Statistics({}, {}), Counted(), "percentile", 99)  # type: ignore[arg-type]  # it is refused before it needs one

@@ -156,6 +156,9 @@ def test_presets_of_turboquant_store_and_attend_at_their_bits(preset: Any) -> No
     memory = paged.store.memory_report()
     k_bits, v_bits = {"k8v4": (8, 4.5), "4bit": (4.25, 4.5), "k3v4": (3.25, 4.5), "3bit": (3.25, 3.5)}[preset]
     assert (memory["effective_bits_k"], memory["effective_bits_v"]) == (k_bits, v_bits)
+    rotated = Paged(layer, {"name": "turboquant", "preset": preset, "rotate_values": True}, [20])
+    torch.testing.assert_close(rotated.run([{0: 20}])[0].double(), rotated.expected(0), rtol=2e-5, atol=2e-5)
+    assert rotated.store.memory_report()["effective_bits_v"] == v_bits - 0.25
 
 
 def test_a_protected_codebook_is_read_at_the_right_heads() -> None:

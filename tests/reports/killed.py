@@ -1,6 +1,6 @@
 """Runs a command, kills it at random moments and starts it again as a user would, and compares what comes out in the end.
 
-    python -m tests.reports.killed KIND FOLDER SEED MOMENTS
+    python -m tests.reports.killed KIND[,KIND…] FOLDER SEED MOMENTS
 
 A process of its own, which imports everything once and forks for each run: a fork of a process that has computed nothing with
 several threads is safe, and a run then takes seconds. Prints one JSON list of what differed; an empty one is what it should be.
@@ -12,11 +12,13 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from experiments import run
+from experiments.harness.base import EXPERIMENTS
 from qkv.scales import ScaleFile
 from tests.experiments.lm_support import save_tiny, write_tasks
 
@@ -107,6 +109,8 @@ def child(arguments: list[str], log: Path) -> int:
     try:
         code = run.main(arguments)
         sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -123,6 +127,7 @@ def main(name: str, place: Path, seed: int, moments: int) -> list[str]:
         "sweep": Sweep,
         "accuracy": lambda: Accuracy(place),
     }
+    EXPERIMENTS.names()  # imports them
     if name == "accuracy":
         import lm_eval.tasks  # noqa: F401  once, and not in every child
     kind, log, rng, problems = make[name](), place / "log", random.Random(seed), list[str]()
@@ -144,4 +149,8 @@ def main(name: str, place: Path, seed: int, moments: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))))
+    different: list[str] = []
+    for one in sys.argv[1].split(","):
+        (Path(sys.argv[2]) / one).mkdir()
+        different += main(one, Path(sys.argv[2]) / one, int(sys.argv[3]), int(sys.argv[4]))
+    print(json.dumps(different))

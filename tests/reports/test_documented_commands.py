@@ -129,9 +129,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def parquet(path: Path, texts: list[str]) -> None:
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    from pyarrow.parquet import write_table
-
-    write_table(arrow.table({"text": texts}), path)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": texts}), path)
 
 
 def policies(folder: Path) -> None:
@@ -197,7 +196,8 @@ def appended(command: Command, folder: Path) -> list[str]:
     own = {"path", "gguf"} & {str(values["model"]["name"])}
     model = [] if not real else ["model.dtype=float32"] if own else MODEL
     model = [] if name == "plan" else model
-    typed = [word.partition("=")[0].lstrip("+") for word in words]
+    long = ("minutes", "workload.num_requests", "sample.documents")  # of what is typed, only these are made smaller
+    typed = [key for key in (word.partition("=")[0].lstrip("+") for word in words) if key not in long]
     small = [w for w in smaller(values, keep=typed) if not w.startswith("cache.") or real]
     needed = [w for w in NEEDED.get(name, []) if w.partition("=")[0] not in typed]
     return [*place, *model, *small, *needed]

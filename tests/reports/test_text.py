@@ -380,7 +380,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line_at_once(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError) as error:
         read("wikitext", "hub", config="wikitext-2-raw-v1")
     assert str(error.value) == (
-        "data.path: the hub cannot be reached for 'wikitext' ([Errno -2] Name or service not known); "
+        "data source.hub: data.path: the hub cannot be reached for 'wikitext' ([Errno -2] Name or service not known); "
         "look at the network, or read files: data=jsonl data.path=FILE"
     )
     assert asked == [("wikitext", 5.0)]

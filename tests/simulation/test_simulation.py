@@ -155,3 +155,14 @@ def test_percentiles_of_many_values_stay_within_the_promised_error() -> None:
     assert found["mean"] == pytest.approx(sum(values) / len(values))
     for name, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
         assert found[name] == pytest.approx(values[int(share * len(values))], rel=GAMMA - 1)
+
+
+def test_a_simulation_counts_the_static_tensors_of_every_layer() -> None:
+    from experiments.measuring.scales import stand_in
+    from qkv.policies.quantizer.base import QUANTIZERS
+
+    layers = make().layers
+    scales = stand_in(QUANTIZERS.build("int8"), layers)
+    settings = SETTINGS | {"quantizer": {"name": "int8"}, "scales": scales}
+    with Engine.from_config(from_mapping(EngineConfig, settings, "test")) as engine:
+        assert engine.metrics()["memory"]["static_bytes"] == sum(4 * la.H * la.Dk for la in layers)

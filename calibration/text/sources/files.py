@@ -80,7 +80,7 @@ class _Files(DataSource):
 
 @dataclass
 class _Table(_Files):
-    """field: column (or columns, in order: prompt, answer) with the text or the messages; null: by the names data sets use."""
+    """field: column (or columns, the answer last) with the text or the messages; null: by the names that data sets use."""
 
     field: str | list[str] | None = None
 

@@ -21,7 +21,7 @@ _SECONDS = 5.0  # that the hub may take to answer
 class Hub(DataSource):
     """A data set of the hub, e.g. path=wikitext config=wikitext-2-raw-v1. limit: rows read at most.
 
-    field: the column (or columns, in order: prompt, answer) with the text or the chat messages; null: guess.
+    field: the column (or columns, the answer last) with the text or the messages; null: by the names that data sets use.
     """
 
     path: str
@@ -33,12 +33,12 @@ class Hub(DataSource):
     def __post_init__(self) -> None:
         require(bool(self.path), "path", self.path, "a data set's hub id, e.g. data.path=wikitext")
         require(self.limit >= 1, "limit", self.limit, "at least 1")
+        if importlib.util.find_spec("datasets") is None:
+            raise ConfigError("data: the package 'datasets' is not installed. Run: pip install datasets")
+        self._must_answer()  # as a file must exist: before a model is loaded
 
     def rows(self) -> Iterator[Any]:
         """An error at the first row raises ConfigError; a later one ends the stream with a Bad row: datasets cannot continue."""
-        if importlib.util.find_spec("datasets") is None:
-            raise ConfigError("data: the package 'datasets' is not installed. Run: pip install datasets")
-        self._must_answer()
         from datasets import load_dataset
         from datasets.utils.logging import set_verbosity_error
 

@@ -80,7 +80,7 @@ class Quantizer(ABC):
         """Bytes of the static tensors of all layers, codebooks included. The engine adds them to what the cache takes."""
         tables = (self.table(i, side) for i in range(len(self._layers)) for side in SIDES)
         held = [*(t for tensors in self._tensors for t in tensors.values()), *(t for t in tables if t is not None)]
-        return sum({t.data_ptr(): t.nbytes for t in held}.values())
+        return sum({id(t): t.nbytes for t in held}.values())  # not by address: a simulation's tensors have none
 
     @abstractmethod
     def formats(self, layer: int) -> list[HeadFormat]:
