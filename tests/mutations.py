@@ -79,11 +79,11 @@ def mutations() -> list[Mutation]:
 
 
 def warm_up() -> None:
-    """Import what every test run would import anew for seconds. As tests/conftest.py does, before torch and triton."""
+    """Import what every test run would import anew for seconds. As tests/conftest.py does, before torch."""
     os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     sys.dont_write_bytecode = True  # a change within the same second and of the same length would go unseen
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    for name in ("hypothesis.extra.numpy", "hypothesis.stateful", "transformers.modeling_utils", "triton"):
+    for name in ("hypothesis.extra.numpy", "hypothesis.stateful", "transformers.modeling_utils"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for plugin in importlib.metadata.entry_points(group="pytest11"):
@@ -122,6 +122,8 @@ def run_tests(root: Path, tests: Sequence[str], log: Path, cache: Path | None = 
                 str(root / "kernels"),
                 *(p for p in sys.path if p not in ("", str(ROOT), str(ROOT / "kernels"))),
             ]
+            if cache is not None:  # here, since a test that has to wait for the compiler could run out of time
+                subprocess.run([sys.executable, "-m", "qkv_kernels.cpu"], stdout=output, stderr=output, check=True)
             status = int(pytest.main([*PYTEST, *tests]))
         finally:
             sys.stdout.flush()
@@ -227,6 +229,7 @@ def main() -> int:
         known = rows_of(README.read_text(encoding="utf-8"))
         chosen = [m for m in chosen if m.breaks not in known]
     started = time.monotonic()
+    warm_up()
     try:
         for mutation in chosen:
             mutation.apply(ROOT)
@@ -243,5 +246,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    warm_up()
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # libraries that were imported to be ready only complain when they are taken down
