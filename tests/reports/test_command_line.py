@@ -171,7 +171,7 @@ def test_no_value_of_any_setting_gives_a_traceback_at_all(place: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["experiment=plan", "quantizer=null"], "quantizer=null: 'null' is no option of quantizer; Allowed: fp8, int4"),
+        (["experiment=plan", "quantizer=null"], "quantizer=null: 'null' is no option of quantizer; Allowed: fp8, fp8_token, int4"),
         (["experiment=plan", "quantizer=3"], "quantizer=3: '3' is no option of quantizer"),
         (["experiment=null"], "experiment=null: 'null' is no option of experiment"),
         (["-m", "experiment=plan", "quantizer=none,null"], "quantizer=none,null"),
@@ -226,8 +226,8 @@ def test_a_model_of_a_hub_that_cannot_be_reached_is_refused_without_retries(
         asked.append(settings)
         raise OSError("not in the cache")
 
-    monkeypatch.setattr("qkv.models.loader.hub_answers", lambda: False)
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+    monkeypatch.setattr("qkv.models.loader.unreachable", lambda: "the hub does not answer")
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", load)
     assert run.main(["experiment=generate", "quantizer=none", "model=hub", "model.id=a/b", "prompts=[x]"]) == 1
     assert [settings["local_files_only"] for settings in asked] == [True]
     assert capsys.readouterr().err.count("error: ") == 1

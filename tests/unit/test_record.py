@@ -1,5 +1,6 @@
 """The record: its keys, how it is written, and what happens to values that JSON does not have."""
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_a_failed_write_leaves_the_old_record_whole(tmp_path: Path, monkeypatch:
     before = record.path.read_text(encoding="utf-8")
 
     def full(*_: object, **__: object) -> None:
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(record_module.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
