@@ -108,8 +108,8 @@ def test_compare_refuses_documents_longer_than_the_model_before_it_measures(
 ) -> None:
     arguments = ["experiment=compare", *TINY, *SMALL, "tokens_per_document=9000", f"hydra.run.dir={tmp_path}"]
     assert run.main(arguments) == 2
-    assert "max_model_len=9000 is above the model's" in capsys.readouterr().err
-    assert json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["rows"] == []
+    assert "tokens_per_document=9000 is above the 2048 positions" in capsys.readouterr().err
+    assert not (tmp_path / "record.json").exists()
 
 
 def test_generate_prints_text_and_records_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,4 +144,4 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pyt
     file.write_text("")
     assert run.main(["experiment=plan", "model=llama2-7b", "device=a100-80g", f"hydra.run.dir={file}/run"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: cannot write to")
+    assert error.startswith("error: cannot write ")

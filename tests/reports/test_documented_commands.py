@@ -188,9 +188,10 @@ def appended(command: Command, folder: Path) -> list[str]:
     place = [f"hydra.searchpath=[file://{folder / 'added' / 'conf'}]"]
     if config == "calibration":
         place += [f"out={folder / 'made.safetensors'}"]
-    values = composed([w for w in words if "deep_first" not in w], config) if "-m" not in words else None
-    if values is None:  # a sweep: each job is small in what all of them have
-        values = composed([re.sub(r"(=[^,\[]*),.*", r"\1", w) for w in words if "deep_first" not in w], config)
+    here = [word for word in words if not word.startswith("evictor")]  # an added one has no file in conf/
+    values = composed(
+        [re.sub(r"(=[^,\[]*),.*", r"\1", w) if "-m" in words else w for w in here], config
+    )  # of a sweep's first job
     name = str(values["experiment"])
     real = values["runner"]["name"] != "simulated" and name not in ("plan", "workload_stats", "bench_scheduler")
     own = {"path", "gguf"} & {str(values["model"]["name"])}
