@@ -243,14 +243,15 @@ def test_a_custom_encode_runs_in_python_and_is_read_by_the_kernels() -> None:
     torch.testing.assert_close(halved[block] * 2, whole[block])
 
 
-def test_a_call_of_nothing_but_padding_returns_zeros_and_writes_nothing() -> None:
+@pytest.mark.parametrize("slots", [(-1, -1), (0, 5)], ids=["padding", "null block"])
+def test_a_call_of_nothing_but_padding_returns_zeros_and_writes_nothing(slots: tuple[int, int]) -> None:
     from qkv.layout import AttentionMetadata
 
     ours = paged(shape(), "int8_token", [8])
     before = [b.clone() for b in stored_bytes(ours)]
     none, rows = torch.zeros(0, dtype=torch.int32), torch.full((2, 4, 16), torch.nan)
     start = torch.zeros(1, dtype=torch.int32)
-    meta = AttentionMetadata(none.view(0, 1), none, start, torch.full((2,), -1), torch.zeros(2).long(), [], [0], 0, 8)
+    meta = AttentionMetadata(none.view(0, 1), none, start, torch.tensor(slots), torch.zeros(2).long(), [], [0], 0, 8)
     assert not ours.backend.attend(0, rows, rows[:, :2], rows[:, :2], meta).any()
     assert all(torch.equal(a, b) for a, b in zip(stored_bytes(ours), before, strict=True))
 
