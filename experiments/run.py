@@ -190,13 +190,15 @@ def _main(command: _Command, arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _logs_closed() -> Iterator[None]:
-    """run.log ends with the run: its folder may be gone before this process is."""
-    before = list(logging.getLogger().handlers)
+    """run.log ends with the run, and so does its level: the run's folder may be gone before this process is."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
     try:
         yield
     finally:
-        for handler in [h for h in logging.getLogger().handlers if h not in before]:
-            logging.getLogger().removeHandler(handler)
+        root.setLevel(level)
+        for handler in [h for h in root.handlers if h not in before]:
+            root.removeHandler(handler)
             handler.close()
 
 

@@ -171,7 +171,10 @@ def test_no_value_of_any_setting_gives_a_traceback_at_all(place: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["experiment=plan", "quantizer=null"], "quantizer=null: 'null' is no option of quantizer; Allowed: fp8, fp8_token, int4"),
+        (
+            ["experiment=plan", "quantizer=null"],
+            "quantizer=null: 'null' is no option of quantizer; Allowed: fp8, fp8_token, int4",
+        ),
         (["experiment=plan", "quantizer=3"], "quantizer=3: '3' is no option of quantizer"),
         (["experiment=null"], "experiment=null: 'null' is no option of experiment"),
         (["-m", "experiment=plan", "quantizer=none,null"], "quantizer=none,null"),
@@ -413,3 +416,13 @@ def test_compare_says_beforehand_how_long_it_takes_and_draws_no_bars(place: Path
 def test_a_duration_has_no_more_digits_than_an_estimate() -> None:
     said = [duration.rounded(seconds) for seconds in (0.2, 44.0, 89.0, 100.0, 1000.0)]
     assert said == ["about 10 seconds", "about 40 seconds", "about 90 seconds", "about 2 minutes", "about 17 minutes"]
+
+
+# -- after the run ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_the_process_s_logging_as_it_was(place: Path) -> None:
+    root = logging.getLogger()
+    before = (list(root.handlers), root.level)
+    assert run.main(["experiment=plan", "model=llama2-7b", "device=a100-80g", "logger=none"]) == 0
+    assert (list(root.handlers), root.level) == before
