@@ -190,7 +190,7 @@ def _main(command: _Command, arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _logs_closed() -> Iterator[None]:
-    """run.log ends with the run, and so does its level: the run's folder may be gone before this process is."""
+    """The log of a run ends with the run, since its folder may be gone before this process is; what was there comes back."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     try:
@@ -198,8 +198,8 @@ def _logs_closed() -> Iterator[None]:
     finally:
         root.setLevel(level)
         for handler in [h for h in root.handlers if h not in before]:
-            root.removeHandler(handler)
             handler.close()
+        root.handlers[:] = before
 
 
 if __name__ == "__main__":

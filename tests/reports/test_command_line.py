@@ -173,7 +173,7 @@ def test_no_value_of_any_setting_gives_a_traceback_at_all(place: Path) -> None:
     [
         (
             ["experiment=plan", "quantizer=null"],
-            "quantizer=null: 'null' is no option of quantizer; Allowed: fp8, fp8_token, int4",
+            "quantizer=null: 'null' is no option of quantizer; Allowed: fp8, fp8_token",
         ),
         (["experiment=plan", "quantizer=3"], "quantizer=3: '3' is no option of quantizer"),
         (["experiment=null"], "experiment=null: 'null' is no option of experiment"),
