@@ -9,7 +9,6 @@ It is written beside its final place and renamed, so that no process ever sees h
 
 import json
 import logging
-import os
 import shutil
 import time
 import uuid
@@ -18,21 +17,13 @@ from pathlib import Path
 
 import xxhash
 
+from qkv_kernels.folders import cache_root
+
 log = logging.getLogger(__name__)
 
 FORMAT = 1  # raise it when the conversion changes: older copies are then rebuilt
 MANIFEST = "qkv.json"
 _ABANDONED_S = 3600.0  # age after which another process's unfinished folder is taken for dead
-
-
-def cache_root() -> Path:
-    """$QKV_CACHE, else $XDG_CACHE_HOME/qkv, else ~/.cache/qkv."""
-    if os.environ.get("QKV_CACHE"):
-        return Path(os.environ["QKV_CACHE"])
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]) / "qkv"
-    home = os.path.expanduser("~")
-    return Path("/nonexistent" if home == "~" else home) / ".cache" / "qkv"  # that is where users without a home live
 
 
 def hash_file(path: Path) -> str:

@@ -22,6 +22,8 @@ import torch
 from filelock import FileLock
 from torch.utils.cpp_extension import include_paths
 
+from qkv_kernels.folders import cache_root
+
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
 # at::parallel_for is an inline OpenMP region: without this flag it compiles to a loop on one thread, silently.
@@ -41,16 +43,6 @@ INSTRUCTION_SETS = {
 
 class BuildError(Exception):
     """No compiler, or it failed; the message says what to do."""
-
-
-def _cache() -> Path:
-    """$QKV_CACHE, else $XDG_CACHE_HOME/qkv, else ~/.cache/qkv."""
-    if os.environ.get("QKV_CACHE"):
-        return Path(os.environ["QKV_CACHE"])
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]) / "qkv"
-    home = os.path.expanduser("~")
-    return Path("/nonexistent" if home == "~" else home) / ".cache" / "qkv"  # that is where users without a home live
 
 
 def compiler() -> str:
@@ -73,7 +65,7 @@ def library(extra: tuple[str, ...] = ()) -> Path:
     for file in sorted(SOURCES.iterdir()):
         if file.suffix in (".h", ".cpp"):
             key.update(file.name.encode() + b"\0" + file.read_bytes())
-    folder = _cache() / "cpu"
+    folder = cache_root() / "cpu"
     target = folder / f"qkv_cpu-{key.hexdigest()[:16]}.so"
     if target.exists():
         return target

@@ -6,17 +6,15 @@ from typing import ClassVar, Literal
 
 import torch
 
-from qkv.layout import SIDES, Codes, HeadFormat, KVFormat, LayerShape, Side
-from qkv.policies.quantizer._affine import AffineQuantizer
-from qkv.policies.quantizer._fp4 import E2M1
+from qkv.layout import Codes, KVFormat, Side
+from qkv.policies.quantizer._fp4 import Fp4Quantizer
 from qkv.policies.quantizer.base import QUANTIZERS
-from qkv.scales import ScaleFile
 from qkv_kernels.reference import codec
 
 
 @QUANTIZERS.register("mxfp4")
 @dataclass
-class MxFp4(AffineQuantizer):
+class MxFp4(Fp4Quantizer):
     """value = e2m1 * 2^e, e = floor(log2(largest magnitude of 32 channels of a token)) - 2: 4 + 8/32 bits per element.
 
     Source: OCP Microscaling Formats 1.0, section 6.3: magnitudes from 6 to 8 times the scale saturate at 6. Groups are the
@@ -25,17 +23,7 @@ class MxFp4(AffineQuantizer):
 
     encode_rule: ClassVar[Literal["custom"]] = "custom"
 
-    def bind(self, layers: list[LayerShape], scales: ScaleFile | None, dtype: torch.dtype, device: torch.device) -> None:
-        super().bind(layers, scales, dtype, device)
-        self._table = torch.tensor(E2M1, device=device)
-
-    def table(self, layer: int, side: Side) -> torch.Tensor:
-        return self._table
-
-    def formats(self, layer: int) -> list[HeadFormat]:
-        return self.whole(layer, *(self._format(self._layers[layer].dim(side)) for side in SIDES))
-
-    def _format(self, D: int) -> KVFormat:
+    def format_of(self, D: int) -> KVFormat:
         return KVFormat(4, torch.uint8, "token_group", torch.float8_e8m0fnu, group=math.gcd(32, D), reading="codebook")
 
     def encode(self, x: torch.Tensor, side: Side, layer: int, range_index: int = 0) -> Codes:

@@ -6,17 +6,16 @@ from typing import ClassVar, Literal
 
 import torch
 
-from qkv.layout import SIDES, Codes, HeadFormat, KVFormat, LayerShape, Side
-from qkv.policies.quantizer._affine import AffineQuantizer
-from qkv.policies.quantizer._fp4 import E2M1, LARGEST
+from qkv.layout import SIDES, Codes, KVFormat, Side
+from qkv.policies.quantizer._fp4 import LARGEST, Fp4Quantizer
 from qkv.policies.quantizer.base import QUANTIZERS
-from qkv.scales import ScaleFile, StaticTensor
+from qkv.scales import StaticTensor
 from qkv_kernels.reference import codec
 
 
 @QUANTIZERS.register("nvfp4")
 @dataclass
-class NvFp4(AffineQuantizer):
+class NvFp4(Fp4Quantizer):
     """value = e2m1 * scale(16 channels of a token, e4m3) * scale(layer, float32): 4 + 8/16 bits per element.
 
     A group's scale is its largest magnitude / 6, so that this becomes the largest code; the layer's is the largest magnitude of
@@ -36,17 +35,7 @@ class NvFp4(AffineQuantizer):
 
         return [StaticTensor(side, "scale", (), ("head_absmax",), scale, positive=True, default=1.0) for side in SIDES]
 
-    def bind(self, layers: list[LayerShape], scales: ScaleFile | None, dtype: torch.dtype, device: torch.device) -> None:
-        super().bind(layers, scales, dtype, device)
-        self._table = torch.tensor(E2M1, device=device)
-
-    def table(self, layer: int, side: Side) -> torch.Tensor:
-        return self._table
-
-    def formats(self, layer: int) -> list[HeadFormat]:
-        return self.whole(layer, *(self._format(self._layers[layer].dim(side)) for side in SIDES))
-
-    def _format(self, D: int) -> KVFormat:
+    def format_of(self, D: int) -> KVFormat:
         group = math.gcd(16, D)
         return KVFormat(4, torch.uint8, "token_group", torch.float8_e4m3fn, group=group, reading="codebook", tensor_scale=True)
 
